@@ -1,0 +1,33 @@
+"""Errors that the workbench raises on purpose.
+
+Every message is one line that answers: what was found wrong, where, what was expected, what was there instead and what to
+do next. The command line prints the message and exits with code 2; a traceback is shown only with `--debug`.
+"""
+
+
+class WorkbenchError(Exception):
+    """Base of every deliberate error. `str(error)` is always a single line, so that it can be printed as it is."""
+
+    def __str__(self) -> str:
+        # Messages often embed text from files or other libraries; a newline from there must not break the one-line rule.
+        return " ".join(super().__str__().split())
+
+
+class ConfigError(WorkbenchError):
+    """A model configuration lacks a field, contradicts itself or describes an architecture that is not supported."""
+
+
+class CheckpointError(WorkbenchError):
+    """A checkpoint file is damaged, incomplete, of an unsupported kind, or does not fit its configuration."""
+
+
+class BackendError(WorkbenchError):
+    """A kernel backend was asked for that is unknown, or that cannot run these arguments on this machine."""
+
+
+class PolicyError(WorkbenchError):
+    """A numerics policy holds an unknown or contradictory setting."""
+
+
+class InputError(WorkbenchError):
+    """A prompt, token sequence, option or data file given by the user cannot be used."""
