@@ -1,7 +1,7 @@
 """Small model configurations that every test shares, as the content of a Hugging Face `config.json`.
 
-The sizes are unequal on purpose: key and value head widths differ, so that a transposed state cannot hide, and
-value heads outnumber key heads, so that a wrong head mapping shows.
+The sizes are unequal on purpose: key and value head widths differ, so that a transposed state cannot hide,
+and value heads outnumber key heads, so that a wrong head mapping shows.
 
 >>> ModelConfig.from_hf(mini(tie_word_embeddings=True))
 """
