@@ -1,0 +1,141 @@
+"""The ops of the model. Each has a contract (`spec`), an arbiter (`reference`) and backends, one file each.
+
+`Kernels` is one user's choice of backends: the model holds one and calls its methods, whose signatures are those of
+the contracts. The functions below it are the same ops for use without a model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.kernels import attention as _attention
+from workbench.kernels import causal_conv as _causal_conv
+from workbench.kernels import experts as _experts
+from workbench.kernels import gated_delta_rule as _gated_delta_rule
+from workbench.kernels import norms as _norms
+from workbench.kernels import routing as _routing
+from workbench.kernels.registry import Call, Resolution, parse_selection, resolve
+from workbench.numerics import NumericsPolicy, resolve_policy
+from workbench.taps import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """Which backend served an op, how often, why it was chosen, and what was refused before it."""
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    tokens: str
+    calls: int
+    reason: str
+    refused: tuple[tuple[str, str], ...]
+
+
+class Kernels:
+    """Backends chosen per op, resolved before the call, counted.
+
+    `requested` maps an op to the backend named by the user; `policy` goes to every gated delta rule call. Raises
+    BackendError, at the first call that it concerns, when a named backend refuses or no backend can serve.
+    """
+
+    def __init__(self, requested: Mapping[str, str] | str | None = None, policy: NumericsPolicy | str | None = None):
+        if requested is None or isinstance(requested, str):
+            selection = parse_selection(requested)
+            requested = selection.backends
+            policy = policy if policy is not None else selection.policy
+        self.requested = dict(requested)
+        self.policy = resolve_policy(policy)
+        self._resolutions: dict[tuple, Resolution] = {}
+        self._calls: Counter[tuple] = Counter()
+
+    def _backend(self, op: str, x: Tensor, tokens: int, packed: bool = False):
+        key = (op, x.device.type, x.dtype, tokens, packed, x.requires_grad)
+        resolution = self._resolutions.get(key)
+        if resolution is None:
+            call = Call(op, x.device.type, x.dtype, tokens, packed, x.requires_grad, self.policy)
+            resolution = self._resolutions[key] = resolve(call, self.requested.get(op))
+        self._calls[key] += 1
+        return resolution.backend.run
+
+    def attestation(self) -> list[Attestation]:
+        """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
+        rows: dict[tuple, Attestation] = {}
+        for key, calls in self._calls.items():
+            op, device, dtype, tokens, _, _ = key
+            resolution = self._resolutions[key]
+            phase = "1" if tokens == 1 else "2 and more"
+            group = (op, resolution.backend.name, device, str(dtype).removeprefix("torch."), phase)
+            calls += rows[group].calls if group in rows else 0
+            rows[group] = Attestation(*group, calls, resolution.reason, resolution.refused)
+        return [rows[group] for group in sorted(rows)]
+
+    def reset_attestation(self) -> None:
+        """Forget the counts (the choices stay)."""
+        self._calls.clear()
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, tap: Tap | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See `gated_delta_rule.spec`."""
+        run = self._backend("gated_delta_rule", q, q.shape[1], cu_seqlens is not None)
+        return run(
+            q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            policy=self.policy, tap=tap,
+        )  # fmt: skip
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `causal_conv.spec`."""
+        run = self._backend("causal_conv", x, x.shape[1], cu_seqlens is not None)
+        return run(x, weight, window=window, cu_seqlens=cu_seqlens)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        """See `norms.spec`."""
+        return self._backend("rms_norm", x, x.shape[1])(x, weight, eps=eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        """See `norms.spec`."""
+        return self._backend("gated_rms_norm", x, x.shape[1])(x, gate, weight, eps=eps)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_lengths: Sequence[int] | None = None,
+        cu_seqlens: Tensor | None = None, tap: Tap | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `attention.spec`."""
+        run = self._backend("attention", q, q.shape[1], cu_seqlens is not None)
+        return run(q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
+
+    def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        """See `routing.spec`."""
+        return self._backend("routing", logits, logits.shape[0])(logits, top_k=top_k, normalise=normalise)
+
+    def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """See `experts.spec`."""
+        return self._backend("experts", x, x.shape[0])(x, weights, experts, gate_up, down)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, policy: NumericsPolicy | str | None = None, tap: Tap | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gated delta rule by itself, inputs checked: see `gated_delta_rule.spec` for shapes and dtypes.
+
+    `policy` a NumericsPolicy, a preset's name or a file; `backend` a name, or None for the automatic choice.
+    """
+    _gated_delta_rule.spec.check(
+        q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    kernels = Kernels({} if backend is None else {"gated_delta_rule": backend}, policy)
+    return kernels.gated_delta_rule(
+        q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, tap=tap
+    )

@@ -1,0 +1,117 @@
+"""Contract of the gated delta rule, shared by every backend, the tests and the timings.
+
+Per sequence and value head, with state S [K, W] and value head h reading key head h // (V / H):
+
+    S <- exp(log_decay_t) S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   o_t = S^T q_t
+
+``run(q, k, v, *, log_decay, beta, initial_state, cu_seqlens, policy, tap) -> (out, state)``
+
+q, k          [B, T, H, K]  l2-normalised by the caller, q also times K**-0.5
+v             [B, T, V, W]  V a multiple of H
+log_decay     [B, T, V]     log space, <= 0, fp32
+beta          [B, T, V]     in (0, 1)
+initial_state [S, V, K, W]  fp32, S sequences; None is zero
+cu_seqlens    [S + 1]       int, on the CPU; then B is 1 and sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]
+out           [B, T, V, W]  dtype of v;  state [S, V, K, W] fp32 (fp64 when q is fp64), a new tensor
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunk form after arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.errors import InputError
+from workbench.kernels.registry import Call
+
+OP = "gated_delta_rule"
+
+
+def automatic_order(call: Call) -> tuple[str, ...]:
+    """One token: the recurrence itself. More: chunks."""
+    return ("torch_recurrent", "torch_chunk") if call.tokens == 1 else ("torch_chunk", "torch_recurrent")
+
+
+def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int] | None:
+    """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed."""
+    if cu_seqlens is None:
+        return None
+    bounds = cu_seqlens.tolist()
+    if batch != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
+        raise InputError(
+            f"cu_seqlens: expected rising boundaries from 0 to {tokens} over one batch row, "
+            f"found {bounds} over {batch} rows"
+        )
+    return bounds
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise InputError, naming the tensor, where shapes or devices do not fit the contract."""
+    if q.dim() != 4 or v.dim() != 4:
+        raise InputError(f"gated_delta_rule: expected q [B, T, H, K] and v [B, T, V, W], found {q.shape} and {v.shape}")
+    batch, tokens, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    expected = {
+        "k": (k, (batch, tokens, key_heads, key_dim)),
+        "v": (v, (batch, tokens, value_heads, value_dim)),
+        "log_decay": (log_decay, (batch, tokens, value_heads)),
+        "beta": (beta, (batch, tokens, value_heads)),
+    }
+    if initial_state is not None:
+        expected["initial_state"] = (initial_state, (sequences, value_heads, key_dim, value_dim))
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"gated_delta_rule: {name}: expected shape {shape}, found {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise InputError(f"gated_delta_rule: {name}: expected device {q.device} as q, found {tensor.device}")
+    if tokens == 0:
+        raise InputError("gated_delta_rule: expected at least one token, found 0")
+    if value_heads % key_heads:
+        raise InputError(
+            f"gated_delta_rule: value heads: expected a multiple of the {key_heads} key heads, found {value_heads}"
+        )
+
+
+def example(
+    *,
+    batch: int = 1,
+    tokens: int = 128,
+    key_heads: int = 2,
+    value_heads: int = 4,
+    key_dim: int = 16,
+    value_dim: int = 24,
+    log_decay: float | Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Valid inputs for tests and timings: unit keys, scaled queries, gates as given or drawn from -U(0, 2)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q = torch.nn.functional.normalize(normal(batch, tokens, key_heads, key_dim), dim=-1) * key_dim**-0.5
+    k = torch.nn.functional.normalize(normal(batch, tokens, key_heads, key_dim), dim=-1)
+    v = normal(batch, tokens, value_heads, value_dim)
+    beta = torch.rand(batch, tokens, value_heads, generator=generator)
+    if log_decay is None:
+        gates = -2.0 * torch.rand(batch, tokens, value_heads, generator=generator)
+    elif isinstance(log_decay, Tensor):
+        gates = log_decay.expand(batch, tokens, value_heads).clone()
+    else:
+        gates = torch.full((batch, tokens, value_heads), float(log_decay))
+    inputs = {"q": q, "k": k, "v": v, "beta": beta}
+    moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in inputs.items()}
+    return moved | {"log_decay": gates.to(device=device, dtype=torch.float32)}

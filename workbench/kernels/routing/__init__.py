@@ -1,0 +1,6 @@
+"""Router: see `spec` for the contract."""
+
+from workbench.kernels.registry import register_operation
+from workbench.kernels.routing import reference, spec, torch_sort
+
+register_operation(spec.OP, {"reference": reference, "torch_sort": torch_sort}, spec.automatic_order)

@@ -1,0 +1,57 @@
+"""`workbench.load`: a checkpoint on disk becomes a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from workbench.checkpoint import read_checkpoint
+from workbench.errors import InputError
+from workbench.kernels import Kernels
+from workbench.model import CausalLM
+from workbench.numerics import NumericsPolicy
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_named(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name; None stays None. Raises InputError for anything that weights cannot have."""
+    if name is None or name in DTYPES.values():
+        return name
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {str(name)!r}")
+    return DTYPES[name]
+
+
+def load(
+    path: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    backend: str | None = None,
+    policy: NumericsPolicy | str | None = None,
+    *,
+    allow_missing: Collection[str] = (),
+    allow_unexpected: Collection[str] = (),
+) -> CausalLM:
+    """Read a checkpoint directory into a model in eval mode.
+
+    dtype   None keeps what the files hold; A_log and dt_bias are fp32 in any case
+    backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
+    policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
+
+    The model carries `checkpoint_accounting` (every tensor of the files, by class) and `narrowing` (per tensor: how
+    many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
+    PolicyError, each in one line; nothing is half loaded.
+    """
+    kernels = Kernels(backend, policy)
+    checkpoint = read_checkpoint(
+        path, dtype=dtype_named(dtype), allow_missing=tuple(allow_missing), allow_unexpected=tuple(allow_unexpected)
+    )
+    with torch.device("meta"):  # no time and no memory for weights that the files replace
+        model = CausalLM(checkpoint.config, kernels)
+    model.load_state_dict(checkpoint.tensors, strict=True, assign=True)
+    model.checkpoint_accounting = checkpoint.accounting
+    model.narrowing = checkpoint.accounting.narrowing
+    return model.to(device).eval()
