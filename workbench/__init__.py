@@ -6,8 +6,8 @@
 ...     model(input_ids)
 >>> trace.table
 
-Importing this package loads neither torch nor any other heavy dependency: public names are resolved on first use, so that
-`workbench --help` answers at once and works on a machine where torch is broken.
+Importing this package loads neither torch nor any other heavy dependency: public names are resolved on first use,
+so that `workbench --help` answers at once and works on a machine where torch is broken.
 """
 
 from importlib import import_module
@@ -20,10 +20,10 @@ _PUBLIC_NAMES = {
     "ModelConfig": "workbench.config",
     "NumericsPolicy": "workbench.numerics",
     "CausalLM": "workbench.model",
-    "load": "workbench.model",
+    "load": "workbench.loading",
     "read_checkpoint": "workbench.checkpoint",
     "write_checkpoint": "workbench.checkpoint",
-    "trace": "workbench.trace",
+    "trace": "workbench.tracing",
 }
 
 __all__ = ["__version__", *_PUBLIC_NAMES]
@@ -31,7 +31,7 @@ __all__ = ["__version__", *_PUBLIC_NAMES]
 
 def __getattr__(name: str):
     if name not in _PUBLIC_NAMES:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(f"workbench has no public name {name!r}; it has: {', '.join(__all__)}")
     value = getattr(import_module(_PUBLIC_NAMES[name]), name)
     globals()[name] = value  # later reads skip this function
     return value
