@@ -6,8 +6,8 @@
 ...     model(input_ids)
 >>> trace.table
 
-Importing this package loads neither torch nor any other heavy dependency: public names are resolved on first use,
-so that `workbench --help` answers at once and works on a machine where torch is broken.
+Importing this package loads neither torch nor any other heavy dependency: public names are resolved on first
+use, so that `workbench --help` answers at once and works on a machine where torch is broken.
 """
 
 from importlib import import_module

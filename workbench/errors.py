@@ -1,20 +1,20 @@
 """Errors that the workbench raises on purpose.
 
-Every message is one line that answers: what was found wrong, where, what was expected, what was there instead and what to
-do next. The command line prints the message and exits with code 2; a traceback is shown only with `--debug`.
+Every message is one line that answers: what was found wrong, where, what was expected, what was there instead
+and what to do next. The command line prints the message and exits with code 2; `--debug` adds the traceback.
 """
 
 
 class WorkbenchError(Exception):
-    """Base of every deliberate error. `str(error)` is always a single line, so that it can be printed as it is."""
+    """Base of every deliberate error. `str(error)` is always a single line that can be printed as it is."""
 
     def __str__(self) -> str:
-        # Messages often embed text from files or other libraries; a newline from there must not break the one-line rule.
+        # Messages embed text from files and libraries; a newline from there must not break the one-line rule.
         return " ".join(super().__str__().split())
 
 
 class ConfigError(WorkbenchError):
-    """A model configuration lacks a field, contradicts itself or describes an architecture that is not supported."""
+    """A model configuration lacks a field, contradicts itself or describes an unsupported architecture."""
 
 
 class CheckpointError(WorkbenchError):
