@@ -356,6 +356,7 @@ def test_from_file_and_from_directory(tmp_path):
         (b"\xff\xfe", "cannot be read as UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b"", "invalid JSON"),
+        (b'{"head_dim": 1' + b"0" * 5000 + b"}", "invalid JSON"),
     ],
 )
 def test_unreadable_file(tmp_path, content, wanted):

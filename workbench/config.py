@@ -127,6 +127,10 @@ class ModelConfig:
         """Whether the family routes tokens to experts."""
         return self.num_experts is not None
 
+    def is_assumed(self, name: str) -> bool:
+        """Whether the file did not state this field, so that the family's value stands for it."""
+        return any(line.startswith(f"{name} = ") for line in self.assumed)
+
     @property
     def mtp_mlp_type(self) -> str:
         """MLP kind of the multi-token-prediction layer: experts wherever the family has them."""
@@ -199,6 +203,8 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: invalid JSON at {where}: {fault.msg}; expected a JSON object") from None
     except RecursionError:
         raise ConfigError(f"{path}: JSON is nested too deeply; expected a plain object of fields") from None
+    except ValueError as fault:  # an integer of thousands of digits
+        raise ConfigError(f"{path}: invalid JSON: {fault}; expected a JSON object") from None
     except ConfigError as fault:
         raise ConfigError(f"{path}: {fault}") from None
     if not isinstance(value, dict):
