@@ -161,7 +161,7 @@ def packages(tmp_path_factory) -> Path:
             for act in (1, 2) for scene in (1, 2, 3)
         ).encode(),
         f"{root}/miltondata/texts/paradise_lost_(no_introduction)_gut.txt": "".join(
-            f"BOOK {'I' * number}.\n\n{verse(500 + number, 12)}      {10 * number}\n     THE END OF A BOOK.\n\n"
+            f"BOOK {'I' * number}.\n\n{verse(500 + number, 12)}      {number}0\n     THE END OF A BOOK.\n\n"
             for number in (1, 2, 3)
         ).encode(),
         f"{root}/miltondata/texts/paradise_regained_gut.txt": b"THE FIRST BOOK\n\n" + verse(600, 20).encode(),
