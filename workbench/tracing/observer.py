@@ -1,0 +1,159 @@
+"""The observer behind `workbench.trace`: statistics of what passes each tap point, copies of what was
+asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import pandas as pd
+from torch import Tensor
+
+from workbench import taps
+from workbench.errors import InputError
+from workbench.taps import Tap
+from workbench.tracing.statistics import Statistics, describe
+
+if TYPE_CHECKING:
+    from workbench.model import CausalLM
+
+#: Columns of `Trace.table`, in order.
+COLUMNS = (
+    "layer", "tap", "step", "rank", "dtype", "shape",
+    *(field.name for field in dataclasses.fields(Statistics)),
+)  # fmt: skip
+
+
+class KeptTensors(dict[str, Tensor]):
+    """Tensors by tap name; asking for one that was not kept says which were."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise InputError(
+            f"trace: tensor {name!r} was not kept, expected one of {', '.join(self) or 'none'}; "
+            f"name it in workbench.trace(model, keep=[...])"
+        )
+
+
+class Trace:
+    """What was seen inside one `with workbench.trace(model)`, in the order of computation.
+
+    `table`   one row per tap point and forward pass. `layer` is the layer's number (missing outside the
+              layers and in the multi-token-prediction head), `tap` the full name, `step` the number of the
+              forward pass inside the context, `rank` the process (0 here), `shape` a tuple; the rest is
+              defined in `tracing.statistics`. A tap point that one pass reaches several times (scores of
+              packed sequences) has a row for each.
+    `tensors` for each kept name what was seen last; `history` for each kept name everything that was seen, as
+              (step, tensor). Kept tensors are copies without a graph.
+    """
+
+    def __init__(self, keep: Collection[str] = ()):
+        self.keep = tuple(keep)
+        self.tensors: dict[str, Tensor] = KeptTensors()
+        self.history: dict[str, list[tuple[int, Tensor]]] = {}
+        self._step = -1
+        self._rows: list[tuple] = []
+        self._frame: pd.DataFrame | None = None
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The rows so far."""
+        if self._frame is None or len(self._frame) != len(self._rows):
+            frame = pd.DataFrame(self._rows, columns=list(COLUMNS))
+            self._frame = frame.astype({"layer": "Int64", "step": "int64", "rank": "int64"})
+        return self._frame
+
+    @property
+    def steps(self) -> int:
+        """Forward passes seen."""
+        return self._step + 1
+
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Add the row of `tensor` at the tap point of this full name."""
+        if name == taps.EMBED or self._step < 0:
+            self._step += 1  # the embedding is what every forward pass starts with
+        statistics = describe(tensor)
+        layer, _ = taps.split_name(name)
+        self._rows.append(
+            (
+                layer, name, self._step, 0, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
+                *(getattr(statistics, field.name) for field in dataclasses.fields(statistics)),
+            )
+        )  # fmt: skip
+        if any(fnmatchcase(name, pattern) for pattern in self.keep):
+            copy = tensor.detach().clone()
+            self.tensors[name] = copy
+            self.history.setdefault(name, []).append((self._step, copy))
+
+
+class Observer:
+    """The tap of a trace. Returns every tensor as it came, so that outputs do not change by a bit.
+
+    `outer` is the tap that the model had before: it sees each tensor first, and what it returns is what is
+    recorded and what the model goes on with.
+    """
+
+    def __init__(self, trace: Trace, outer: Tap | None, prefix: str = ""):
+        self.trace, self.outer, self.prefix = trace, outer, prefix
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if self.outer is not None:
+            tensor = self.outer(name, tensor)
+        self.trace.record(self.prefix + name, tensor)
+        return tensor
+
+    def scope(self, prefix: str) -> Observer:
+        outer = None if self.outer is None else self.outer.scope(prefix)
+        return Observer(self.trace, outer, self.prefix + prefix)
+
+
+@contextmanager
+def trace(model: CausalLM, keep: str | Collection[str] = ()) -> Iterator[Trace]:
+    """Record every tap point of every forward pass inside the context; see `Trace` for what is recorded.
+
+    `keep`: names of tap points whose tensors are copied, with * and ? as wildcards (``"*.gdn.log_decay"``).
+    Contexts may be nested; each records, and an intervention set before the trace is recorded as it acts.
+    Leaving the context, also by an exception, puts back the tap that the model had. Raises InputError for a
+    pattern that no tap point of this model can match.
+    """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    _check_patterns(model, keep)
+    outer = model.tap
+    result = Trace(keep)
+    observer = Observer(result, outer)
+    model.tap = observer
+    try:
+        yield result
+        if model.tap is not observer:
+            raise InputError(
+                "trace: expected the model's tap to be the one that this context set, found another; "
+                "leave nested contexts in reverse order and reset what was set inside"
+            )
+    finally:
+        model.tap = outer
+
+
+def tap_names(model: CausalLM) -> list[str]:
+    """Every full name that a tap point of this model can have, whatever the backends."""
+    config = model.config
+    skipped = {"full_attention": "gdn.", "linear_attention": "attn."}
+    names = [taps.EMBED]
+    for layer, kind in enumerate(config.layer_types):
+        inside = [name for name in taps.LAYER_TAPS if not name.startswith(skipped[kind])]
+        names += [taps.full_name(layer, name) for name in inside]
+    names += [taps.FINAL_NORM, taps.LOGITS]
+    if config.mtp_num_hidden_layers:
+        names += [f"mtp.layers.00.{name}" for name in taps.LAYER_TAPS if not name.startswith("gdn.")]
+    return names
+
+
+def _check_patterns(model: CausalLM, keep: tuple[str, ...]) -> None:
+    names = tap_names(model)
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"trace: keep pattern {pattern!r} matches no tap point of this model; "
+                f"expected a name such as {names[1]!r} or a pattern such as '*.gdn.log_decay'"
+            )

@@ -1,0 +1,101 @@
+"""One pass over a tensor: range, moments, and the shares of values that are not finite, zero, tiny or huge.
+
+With F the finite values of a tensor of n values and L, S the largest finite and smallest normal number of
+its dtype:
+
+    min, max, absmax, mean, rms            over F; NaN where F is empty
+    frac_nan, frac_pinf, frac_ninf         share of n that is NaN, +inf, -inf
+    frac_zero                              share of n that equals zero
+    frac_subnormal                         share of n with 0 < |x| < S
+    frac_near_limit                        share of n that is finite with |x| > L / 2, one doubling from inf
+    first_bad                              index of the first value (row-major) that is not finite, or None
+
+Limits are those of the tensor's own dtype, moments are taken in float64 of x / absmax, so neither the
+squares of large float64 values nor the sums of float16 ones can overflow. An empty tensor has NaN
+statistics and zero shares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.errors import InputError
+
+#: A value counts as near the limit above this share of the largest finite number of its dtype.
+NEAR_LIMIT_SHARE = 0.5
+
+#: Values that are widened to float64 at a time, so that statistics of large logits need no second copy of
+#: them.
+BLOCK_VALUES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """See the module's text for the definition of each field."""
+
+    min: float
+    max: float
+    absmax: float
+    mean: float
+    rms: float
+    frac_nan: float
+    frac_pinf: float
+    frac_ninf: float
+    frac_zero: float
+    frac_subnormal: float
+    frac_near_limit: float
+    first_bad: tuple[int, ...] | None
+
+
+@torch.no_grad()
+def describe(x: Tensor) -> Statistics:
+    """Statistics of a floating-point tensor of any shape. Raises InputError for any other dtype."""
+    if not x.is_floating_point():
+        raise InputError(f"statistics: expected a floating-point tensor, found {x.dtype}")
+    nan = math.nan
+    if x.numel() == 0:
+        return Statistics(nan, nan, nan, nan, nan, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None)
+    limits = torch.finfo(x.dtype)
+    flat = x.detach().reshape(-1)
+    if flat.dtype.itemsize == 1:
+        flat = flat.float()  # 8-bit formats have no comparisons of their own; the limits above stay theirs
+    finite = torch.isfinite(flat)
+    magnitude = flat.abs()
+    low = torch.where(finite, flat, torch.inf).amin()
+    high = torch.where(finite, flat, -torch.inf).amax()
+    counts = torch.stack(
+        [
+            finite.sum(),
+            torch.isnan(flat).sum(),
+            (flat == torch.inf).sum(),
+            (flat == -torch.inf).sum(),
+            (flat == 0).sum(),
+            ((magnitude > 0) & (magnitude < limits.smallest_normal)).sum(),
+            ((magnitude > NEAR_LIMIT_SHARE * limits.max) & finite).sum(),
+        ]
+    )
+    low, high, *counts = torch.cat([torch.stack([low, high]).double(), counts.double()]).tolist()
+    n_finite, shares = counts[0], [count / x.numel() for count in counts[1:]]
+    first_bad = None
+    if n_finite < x.numel():
+        position = int((~finite).nonzero()[0])
+        first_bad = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), x.shape))
+    if n_finite == 0:
+        return Statistics(nan, nan, nan, nan, nan, *shares, first_bad)
+    absmax = max(abs(low), abs(high))
+    mean, rms = _moments(flat, finite, absmax, n_finite) if absmax > 0.0 else (0.0, 0.0)
+    return Statistics(low, high, absmax, mean, rms, *shares, first_bad)
+
+
+def _moments(flat: Tensor, finite: Tensor, absmax: float, n_finite: float) -> tuple[float, float]:
+    """Mean and root mean square of the finite values, in float64 of x / absmax."""
+    total, squares = 0.0, 0.0
+    for values, usable in zip(flat.split(BLOCK_VALUES), finite.split(BLOCK_VALUES), strict=True):
+        scaled = torch.where(usable, values, 0).double() / absmax
+        block = torch.stack([scaled.sum(), scaled.square().sum()]).tolist()
+        total, squares = total + block[0], squares + block[1]
+    return absmax * (total / n_finite), absmax * math.sqrt(squares / n_finite)
