@@ -26,22 +26,18 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def compress_window(text: bytes) -> bytes:
-    """LZW as `bible.data` has it: 9 to 16 bits, lowest bit first, code 256 unused, groups of eight codes of
-    one width."""
+    """LZW as `bible.data` has it: 9 to 16 bits, lowest bit first, code 256 unused."""
     table = {bytes([value]): value for value in range(256)}
     size = 257  # entries that the decoder has; it learns one entry later than the encoder
-    bits, width, group_start = "", 9, 0
+    bits, width = "", 9
     current, emitted = b"", 0
 
     def emit(code: int) -> None:
-        nonlocal bits, width, group_start, size, emitted
+        nonlocal bits, width, size, emitted
         bits += format(code, f"0{width}b")[::-1]
         size += emitted > 0 and size < 1 << 16
         emitted += 1
         if size >= 1 << width and width < 16:
-            group = 8 * width
-            bits = bits.ljust(group_start + -(-(len(bits) - group_start) // group) * group, "0")
-            group_start = len(bits)
             width += 1
 
     next_code = 257

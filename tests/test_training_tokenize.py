@@ -50,6 +50,17 @@ def test_training_is_deterministic_and_fills_the_vocabulary(small_tokenizer):
     assert [small_tokenizer.token_to_id(name) for name, _ in tk.SPECIAL_TOKENS] == list(range(368, 400))
 
 
+def test_training_makes_the_kind_of_tokenizer_that_is_in_the_repository(small_tokenizer):
+    made, kept = json.loads(small_tokenizer.to_str()), json.loads((MINIATURE / "tokenizer.json").read_text())
+    for parts in (made, kept):
+        del parts["model"]["vocab"], parts["model"]["merges"]
+        for number, token in enumerate(parts["added_tokens"]):
+            token["id"] = number  # counted from the first special one: the vocabulary sizes differ
+    assert made == kept
+    written = json.loads((MINIATURE / "tokenizer_config.json").read_text())
+    assert written == tk.tokenizer_config(tk.read_tokenizer(MINIATURE))
+
+
 def test_training_refuses_too_little_text_and_too_small_a_vocabulary():
     with pytest.raises(InputError, match="expected 4064: give more text"):
         tk.train_tokenizer(["one two three"])

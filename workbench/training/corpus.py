@@ -247,8 +247,7 @@ def decode_bible_data(raw: bytes, path: Path) -> str:
 
     Layout, big-endian: magic "EC02" at 0, window size at 0x54, number of windows at 0x58, then the offset of
     each window. Each window is 64 KiB of text as one LZW stream: codes of 9 to 16 bits, lowest bit first, 256
-    unused; codes come in groups of eight, so a change of width starts at a multiple of eight codes of the old
-    width.
+    unused, one bit wider as soon as the table is full.
     """
     if raw[:4] != b"EC02":
         raise InputError(
@@ -262,7 +261,7 @@ def decode_bible_data(raw: bytes, path: Path) -> str:
 
 def _decode_lzw(data: bytes, limit: int) -> bytes:
     table = [bytes([value]) for value in range(256)] + [b""]
-    width, position, group_start = 9, 0, 0
+    width, position = 9, 0
     previous = b""
     pieces: list[bytes] = []
     size = 0
@@ -281,9 +280,6 @@ def _decode_lzw(data: bytes, limit: int) -> bytes:
         size += len(piece)
         previous = piece
         if len(table) >= 1 << width and width < 16:
-            group = 8 * width
-            position = group_start + -(-(position - group_start) // group) * group
-            group_start = position
             width += 1
     return b"".join(pieces)
 
