@@ -386,10 +386,16 @@ class CausalLM(nn.Module):
         Raises InputError for ids outside the vocabulary, holes in the mask, or a cache of another batch size.
         """
         self._check_ids(input_ids)
-        if attention_mask is not None and not bool(attention_mask.all()):
+        if attention_mask is not None:
             if cu_seqlens is not None:
                 raise InputError("attention_mask: expected none together with cu_seqlens, which marks the sequences")
-            return self._forward_padded(input_ids, attention_mask, cache, use_cache)
+            if attention_mask.shape != input_ids.shape:
+                raise InputError(
+                    f"attention_mask: expected the shape of the new tokens {tuple(input_ids.shape)}, "
+                    f"found {tuple(attention_mask.shape)}"
+                )
+            if not bool(attention_mask.all()):
+                return self._forward_padded(input_ids, attention_mask.bool(), cache, use_cache)
         batch, tokens = input_ids.shape
         shared = self._pass(batch, tokens, cache.lengths if cache is not None else None, cu_seqlens)
         if cache is not None:
@@ -506,14 +512,9 @@ class CausalLM(nn.Module):
         return Pass(self.kernels, list(lengths), bounds, cu_seqlens, cos, sin)
 
     def _forward_padded(
-        self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None, use_cache: bool
+        self, input_ids: Tensor, mask: Tensor, cache: Cache | None, use_cache: bool
     ) -> ModelOutput:
         """Take the padding out, run the sequences packed, put zero rows where the padding was."""
-        mask = attention_mask.bool()
-        if mask.shape != input_ids.shape:
-            raise InputError(
-                f"attention_mask: expected the shape of the new tokens {tuple(input_ids.shape)}, found {tuple(mask.shape)}"
-            )
         runs = F.pad(mask.to(torch.int8), (1, 1)).diff(dim=1).eq(1).sum(1)
         if not bool((runs == 1).all()):
             row = int((runs != 1).nonzero()[0])
