@@ -110,7 +110,7 @@ def train_tokenizer(texts: list[str], *, vocab_size: int = VOCAB_SIZE) -> Tokeni
 
 
 def tokenizer_config(
-    tokenizer: Tokenizer, *, eos_token: str = END_OF_TEXT, model_max_length: int = 4096
+    tokenizer: Tokenizer, *, eos_token: str = END_OF_TEXT, model_max_length: int = 8192
 ) -> dict:
     """The content of `tokenizer_config.json`, in the form that `transformers` and vLLM read without remote
     code."""
@@ -139,7 +139,7 @@ def tokenizer_config(
 
 
 def write_tokenizer(
-    tokenizer: Tokenizer, folder: Path, *, eos_token: str = END_OF_TEXT, model_max_length: int = 4096
+    tokenizer: Tokenizer, folder: Path, *, eos_token: str = END_OF_TEXT, model_max_length: int = 8192
 ) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` (see `tokenizer_config` for the options) to
     `folder`."""
