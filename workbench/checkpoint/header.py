@@ -203,7 +203,9 @@ def read_header(path: Path) -> StoredFile:
                 )
             if 8 + length > size:
                 raise CheckpointError(
-                    f"{path}: truncated: expected a header of {length} bytes, found a file of {size} bytes"
+                    f"{path}: truncated or no safetensors file: expected a header of {length} bytes, found a "
+                    "file "
+                    f"of {size} bytes"
                 )
             text = file.read(length)
     except OSError as fault:
@@ -257,14 +259,15 @@ def _stored_tensor(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tup
 
 def _check_offsets(path: Path, tensors: list[tuple[StoredTensor, tuple[int, int]]], data_bytes: int) -> None:
     """The tensors must lie back to back over the whole data part: every byte belongs to exactly one."""
-    position = 0
-    for tensor, (begin, end) in sorted(tensors, key=lambda item: item[1]):
+    for tensor, (_, end) in tensors:
         if end > data_bytes:
             raise CheckpointError(
                 f"{path}: truncated: tensor {tensor.name} ends at byte {end} of the data part: expected at "
                 "least "
                 f"as many, found {data_bytes}"
             )
+    position = 0
+    for tensor, (begin, end) in sorted(tensors, key=lambda item: item[1]):
         if begin != position:
             fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
             raise CheckpointError(

@@ -352,6 +352,8 @@ class _Reader:
             data = self._open[tensor.file].get_tensor(tensor.name)
         except (SafetensorError, OSError) as fault:
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name}: cannot be read: {fault}") from None
+        if data.data_ptr() % data.element_size():
+            data = data.clone()  # legal in the format, but not every kernel takes unaligned memory
         names = (tensor.name, canonical_name(tensor.name))
         if not any(matches(name, self._allow_nonfinite) for name in names):
             require_finite(f"{tensor.file}: tensor {tensor.name}", data)

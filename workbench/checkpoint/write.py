@@ -5,14 +5,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from workbench.checkpoint.accounting import NarrowedTensor, cast
-from workbench.checkpoint.header import INDEX_NAME, WEIGHT_FILE, read_header
+from workbench.checkpoint.header import INDEX_NAME, WEIGHT_FILE, StoredFile, read_header
 from workbench.checkpoint.layout import OFFICIAL_FLOAT32, expected_tensors, fuse_ba, fuse_qkvz
 from workbench.checkpoint.read import FLOAT_DTYPES, matches, require_finite, summarise_names
 from workbench.config import ModelConfig
@@ -59,22 +61,31 @@ def write_checkpoint(
         config = replace(config, dtype=str(dtype).removeprefix("torch."))
     raw_config = config.to_hf(nested=layout == "official")
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    in_place = path.exists()
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path if in_place else path.parent))
     try:
-        _write_weights(staging, _stored(config, converted, layout), max_shard_bytes)
-        for name, content in (extra_files or {}).items():
-            _write_bytes(staging / name, content.encode() if isinstance(content, str) else content)
-        _write_bytes(staging / "config.json", (json.dumps(raw_config, indent=2) + "\n").encode())
-        if in_place:
-            _move_into(path, staging)
-        else:
-            staging.chmod(0o777 & ~_umask())  # mkdtemp makes it private
-            staging.rename(path)
+        with _staging_directory(path) as staging:
+            _write_weights(staging, _stored(config, converted, layout), max_shard_bytes)
+            for name, content in (extra_files or {}).items():
+                _write_bytes(staging / name, content.encode() if isinstance(content, str) else content)
+            _write_bytes(staging / "config.json", (json.dumps(raw_config, indent=2) + "\n").encode())
+            if staging.parent == path:
+                _move_into(path, staging)
+            else:
+                staging.rename(path)
+    except (OSError, SafetensorError) as fault:
+        raise CheckpointError(f"{path}: expected to write a checkpoint directory, found: {fault}") from None
+    return narrowing
+
+
+@contextmanager
+def _staging_directory(path: Path) -> Iterator[Path]:
+    """A directory on the target's file system: inside it if it exists, else beside it. Gone afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path if path.exists() else path.parent))
+    staging.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+    try:
+        yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return narrowing
 
 
 def _check_request(
@@ -92,7 +103,8 @@ def _check_request(
         names = ", ".join(map(str, FLOAT_DTYPES.values()))
         raise CheckpointError(f"dtype: expected one of {names}, found {dtype}")
     expected = expected_tensors(config)
-    for verb, names in (("missing", set(expected) - set(tensors)), ("unexpected", set(tensors) - set(expected))):
+    differences = {"missing": set(expected) - set(tensors), "unexpected": set(tensors) - set(expected)}
+    for verb, names in differences.items():
         if names:
             listed = summarise_names(sorted(names))
             raise CheckpointError(
@@ -109,7 +121,9 @@ def _check_request(
     for name in extra_files:
         taken = name in ("config.json", INDEX_NAME) or WEIGHT_FILE.fullmatch(name)
         if name != os.path.basename(name) or name in ("", ".", "..") or taken:
-            raise CheckpointError(f"extra_files: expected plain file names beside the checkpoint's own, found {name!r}")
+            raise CheckpointError(
+                f"extra_files: expected plain file names other than the checkpoint's own, found {name!r}"
+            )
 
 
 def _converted(
@@ -117,7 +131,9 @@ def _converted(
 ) -> tuple[dict[str, torch.Tensor], tuple[NarrowedTensor, ...]]:
     converted, narrowing = {}, []
     for name, tensor in tensors.items():
-        target = tensor.dtype if dtype is None else torch.float32 if OFFICIAL_FLOAT32.fullmatch(name) else dtype
+        target = torch.float32 if OFFICIAL_FLOAT32.fullmatch(name) else dtype
+        if dtype is None:
+            target = tensor.dtype
         converted[name], record = cast(name, tensor.detach().cpu(), target)
         if record is None:
             continue
@@ -160,34 +176,46 @@ def _stored(
 def _write_weights(
     directory: Path, stored: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int | None
 ) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    shard_bytes = 0
-    for name, tensor in stored:
-        if max_shard_bytes is not None and shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            shard_bytes = 0
-        # A part of a stack shares its memory, and the library refuses to write memory twice.
-        shards[-1][name] = tensor.contiguous() if tensor._base is None else tensor.clone()
-        shard_bytes += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = directory / name
+    """One file, or numbered shards and an index. Names say "of how many", so they are given at the end."""
+    written: list[StoredFile] = []
+    shard: dict[str, torch.Tensor] = {}
+
+    def write_shard() -> None:
+        file = directory / f"shard-{len(written)}"
         save_file(shard, file, metadata={"format": "pt"})
         file.chmod(0o666 & ~_umask())  # the library makes its files private
         _flush_to_disk(file)
-        total += read_header(file).tensor_bytes
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_bytes(directory / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        written.append(read_header(file))
+        shard.clear()
+
+    shard_bytes = 0
+    for name, tensor in stored:
+        if max_shard_bytes is not None and shard and shard_bytes + tensor.nbytes > max_shard_bytes:
+            write_shard()
+            shard_bytes = 0
+        shard[name] = _with_own_memory(tensor)
+        shard_bytes += tensor.nbytes
+    write_shard()
+    if len(written) == 1:
+        written[0].path.rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(written, start=1):
+        file_name = f"model-{number:05d}-of-{len(written):05d}.safetensors"
+        file.path.rename(directory / file_name)
+        weight_map |= {tensor.name: file_name for tensor in file.tensors}
+    index = {"metadata": {"total_size": sum(file.tensor_bytes for file in written)}, "weight_map": weight_map}
+    _write_bytes(directory / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The library refuses tensors that share memory, as the parts of a stack do."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor.contiguous()
 
 
 def _move_into(path: Path, staging: Path) -> None:
-    """Put finished files into an existing directory. Without config.json it is no checkpoint: that moves last."""
+    """Put finished files into a directory. Without config.json it is no checkpoint, so that moves last."""
     (path / "config.json").unlink(missing_ok=True)
     new = {file.name for file in staging.iterdir()}
     for file in path.iterdir():
