@@ -143,7 +143,10 @@ def explain_failure(output: "list[str]", exit_code: int) -> "tuple[str, str]":
     conflict = re.search(r"Cannot install (.+?) because these package versions have conflicting", text)
     if conflict:
         causes = re.findall(r"^ {4}(\S.*(?: depends on | requested ).*)$", text, re.MULTILINE)
-        return conflict.group(1), "conflicting requirements: " + ("; ".join(causes) or "none named")
+        # pip names the package that asks, most often this project; the pin that does not fit says more.
+        pin = re.search(r"\(constraint\) (\S+)", text)
+        reason = "conflicting requirements: " + ("; ".join(causes) or "none named")
+        return pin.group(1) if pin else conflict.group(1), reason
     wrong_python = re.search(r"Package '(.+?)' requires a different Python: (.+)", text)
     if wrong_python:
         return wrong_python.group(1), f"it requires a different Python: {wrong_python.group(2)}"

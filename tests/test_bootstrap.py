@@ -238,7 +238,7 @@ object>: Failed to establish a new connection: [Errno 111] Connection refused')'
         1. loosen the range of package versions you've specified
         """,
         1,
-        "pandas==3.1.1",
+        "numpy==1.20",
         "conflicting requirements: pandas 3.1.1 depends on numpy>=1.26; "
         "The user requested (constraint) numpy==1.20",
     ),
