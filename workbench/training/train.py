@@ -6,7 +6,7 @@
 
     curve.csv          step, tokens seen, losses, held-out loss, seconds
     state.safetensors  weights, optimizer moments and the best weights so far; state.json beside it is written last
-    model.safetensors, config.json, training.json   the checkpoint with the lowest held-out loss (bf16)
+    checkpoint/         model.safetensors (bf16) and config.json of the lowest held-out loss, training.json with figures
 
 Loss: cross-entropy of the next token + mtp_weight * cross-entropy of the token after next + router_aux_loss_coef *
 load balance, E sum_e f_e P_e with f_e the share of token-expert pairs times A and P_e the mean probability, pooled
@@ -288,7 +288,8 @@ class Run:
     def export(self, command: str) -> dict[str, object]:
         """Write the best weights as a checkpoint in bf16 and training.json with the figures of those rounded weights."""
         tensors = {name: tensor.cpu() for name, tensor in self.best_weights.items()}
-        write_checkpoint(self.out, self.config, tensors, layout="official", dtype=torch.bfloat16)
+        folder = self.out / "checkpoint"
+        write_checkpoint(folder, self.config, tensors, layout="official", dtype=torch.bfloat16)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 value = self.best_weights[name]
@@ -312,7 +313,7 @@ class Run:
             "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "versions": {"workbench": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         }
-        write_text(self.out / "training.json", json.dumps(figures, indent=1) + "\n")
+        write_text(folder / "training.json", json.dumps(figures, indent=1) + "\n")
         return figures
 
 
