@@ -1,6 +1,7 @@
 """Checkpoints: layouts read to the same tensors, every byte is accounted for, every bad file is named."""
 
 import json
+import math
 import re
 import shutil
 import struct
@@ -250,6 +251,39 @@ def test_unaligned_tensors_are_read(copy, tensors):
     assert all(t.data_ptr() % t.element_size() == 0 for t in checkpoint.tensors.values())
 
 
+def test_tensors_of_the_35b_model_fill_its_published_size():
+    """Index of the official file: 71,903,645,408 bytes at 2 per value, its 333 vision tensors included."""
+    config = ModelConfig.from_hf(
+        mini256(
+            vocab_size=248320,
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            layer_types=None,
+            rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
+        )
+    )
+    shapes = expected_tensors(config)
+    vision = 446_571_248  # values in a vision tower of depth 27, width 1152, MLP 4304, output 2048
+    assert sum(math.prod(shape) for shape in shapes.values()) == 71_903_645_408 // 2 - vision
+    assert shapes["layers.0.linear_attn.in_proj_qkv.weight"] == (8192, 2048)
+    assert shapes["layers.3.self_attn.q_proj.weight"] == (8192, 2048)
+    assert "layers.3.linear_attn.A_log" not in shapes
+
+
+@pytest.mark.parametrize(("builder", "count"), [(mini, 19), (mini_dense, 15), (mini_next, 19)])
+def test_number_of_mtp_tensors(builder, count):
+    names = expected_tensors(ModelConfig.from_hf(builder()))
+    assert len([name for name in names if name.startswith("mtp.")]) == count
+
+
 # ---- tied embeddings, multi-token-prediction head, allowed differences
 
 
@@ -289,7 +323,7 @@ def test_promised_mtp_head_missing(copy, tensors):
     change_tensors(copy, without_mtp)
     message = error_of(copy)
     assert "19 tensors missing: mtp." in message and 'allow_missing=("mtp.*",)' in message
-    checkpoint = read_checkpoint(copy, allow_missing=("mtp.*",))
+    checkpoint = read_checkpoint(copy, allow_missing="mtp.*")  # a single pattern, not its letters
     assert checkpoint.config.mtp_num_hidden_layers == 0
     assert list(checkpoint.tensors) == list(expected_tensors(checkpoint.config))
     assert any("no mtp.* tensors" in note for note in checkpoint.accounting.notes)
@@ -315,6 +349,12 @@ def test_mtp_head_of_a_silent_configuration_is_taken_from_the_weights(tmp_path):
     assert checkpoint.config.mtp_num_hidden_layers == 1
     assert_same(checkpoint.tensors, tensors)
     assert any("MTP head" in note for note in checkpoint.accounting.notes)
+    assert not checkpoint.config.is_assumed("mtp_num_hidden_layers")
+
+
+def test_a_single_pattern_does_not_allow_more_than_it_says(copy):
+    change_tensors(copy, lambda stored: stored.pop("lm_head.weight"))
+    assert "lm_head.weight" in error_of(copy, allow_missing="mtp.*")
 
 
 def test_part_of_the_head_missing_is_an_error_even_if_another_part_may_be(copy):
@@ -477,6 +517,25 @@ def test_nan_and_inf_in_weights(copy, value, text):
     assert text in message and "at [5, 7]" in message
     checkpoint = read_checkpoint(copy, allow_nonfinite=("*in_proj_z.weight",))
     assert not checkpoint.tensors["layers.0.linear_attn.in_proj_z.weight"].isfinite().all()
+
+
+def test_large_tensors_are_checked_block_by_block(copy, monkeypatch):
+    """Nothing is lost at the borders of the blocks, and the place is that in the whole tensor."""
+    for module in ("read", "accounting"):
+        monkeypatch.setattr(f"workbench.checkpoint.{module}.BLOCK_ELEMENTS", 7)
+
+    def change(stored):
+        stored[Z_NAME][95, 63] = 70000.0
+        stored[Z_NAME][0, 0] = 1e-9
+
+    change_tensors(copy, change)
+    records = read_checkpoint(copy, dtype=torch.float16).accounting.narrowing
+    (record,) = [
+        record for record in records if record.name.endswith("layers.0.linear_attn.in_proj_z.weight")
+    ]
+    assert (record.n_overflow, record.n_flushed, record.absmax) == (1, 1, 70144.0)
+    change_tensors(copy, lambda stored: stored[Z_NAME][95, 62:].fill_(float("nan")))
+    assert "found 2 NaN and 0 Inf, first nan at [95, 62]" in error_of(copy)
 
 
 def test_minus_infinity_in_a_log_is_named(copy):
@@ -658,8 +717,7 @@ def test_code_in_the_checkpoint_is_refused(copy):
 
 def test_nothing_there(tmp_path, copy):
     assert "config.json: file not found" in error_of(tmp_path)
-    with pytest.raises(ConfigError, match="file not found"):
-        read_checkpoint(tmp_path / "nowhere")
+    assert "nowhere: not found; expected a checkpoint directory" in error_of(tmp_path / "nowhere")
     (copy / "model.safetensors").unlink()
     assert "expected model.safetensors or model.safetensors.index.json, found neither" in error_of(copy)
 

@@ -6,12 +6,12 @@
 """
 
 from workbench.checkpoint.accounting import Accounting, AccountingRow, FileBytes, NarrowedTensor
-from workbench.checkpoint.layout import SKIPPED, canonical_name, expected_tensors
+from workbench.checkpoint.layout import SKIP_REASONS, canonical_name, expected_tensors
 from workbench.checkpoint.read import Checkpoint, read_checkpoint
 from workbench.checkpoint.write import write_checkpoint
 
 __all__ = [
-    "SKIPPED",
+    "SKIP_REASONS",
     "Accounting",
     "AccountingRow",
     "Checkpoint",

@@ -73,8 +73,6 @@ def list_files(path: Path) -> tuple[list[StoredFile], list[str]]:
         if path.suffix in _PICKLE_SUFFIXES:
             raise CheckpointError(_pickle_message(path))
         return [read_header(path)], []
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: not found; expected a checkpoint directory or a .safetensors file")
     notes = _refuse_code_and_pickles(path)
     weight_files = sorted(path.glob("*.safetensors"))
     index = path / INDEX_NAME

@@ -25,7 +25,7 @@ from workbench.config import FULL, LINEAR, SPARSE, ModelConfig
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 
 # Tensors that no file needs to have and this model does not use: glob -> reason.
-SKIPPED = {
+SKIP_REASONS = {
     "model.visual.*": "vision tower; this model is text only",
     "visual.*": "vision tower; this model is text only",
     "*.rotary_emb.inv_freq": "rotary frequencies are computed from the configuration",

@@ -26,14 +26,12 @@ from workbench.checkpoint.accounting import (
 from workbench.checkpoint.header import StoredFile, StoredTensor, list_files
 from workbench.checkpoint.layout import (
     ALWAYS_FLOAT32,
+    SKIP_REASONS,
     canonical_name,
     expected_tensors,
     forms_of,
     split_ba,
     split_qkvz,
-)
-from workbench.checkpoint.layout import (
-    SKIPPED as SKIPPED_TENSORS,
 )
 from workbench.config import ModelConfig, read_json_object
 from workbench.errors import CheckpointError
@@ -68,7 +66,7 @@ def read_checkpoint(
     allow_unexpected: Iterable[str] = (),
     allow_missing: Iterable[str] = (),
     allow_nonfinite: Iterable[str] = (),
-    skip: Mapping[str, str] = SKIPPED_TENSORS,
+    skip: Mapping[str, str] = SKIP_REASONS,
 ) -> Checkpoint:
     """Read a safetensors checkpoint of any supported layout into canonical tensors.
 
@@ -87,6 +85,9 @@ def read_checkpoint(
     answer from the weights.
     """
     path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: not found; expected a checkpoint directory or a .safetensors file")
+    missing_globs = globs(allow_missing)
     _refuse_quantised(path, config)
     if config is None:
         config = ModelConfig.from_file(path if path.is_dir() else path.with_name("config.json"))
@@ -94,11 +95,11 @@ def read_checkpoint(
         names = ", ".join(map(str, FLOAT_DTYPES.values()))
         raise CheckpointError(f"dtype: expected one of {names}, found {dtype}")
     files, notes = list_files(path)
-    config, note = _settle_mtp(config, files, list(allow_missing))
+    config, note = _settle_mtp(config, files, missing_globs)
     notes += [note] if note else []
-    plan = _make_plan(path, config, files, dict(skip), list(allow_unexpected), list(allow_missing))
+    plan = _make_plan(path, config, files, dict(skip), globs(allow_unexpected), missing_globs)
     with ExitStack() as stack:
-        reader = _Reader(stack, list(allow_nonfinite))
+        reader = _Reader(stack, globs(allow_nonfinite))
         tensors, narrowing = _assemble(config, plan, reader, dtype)
         if plan.tied_head is not None:
             _check_tied_head(plan.tied_head, plan.sources.get("embed_tokens.weight", [None])[0], reader)
@@ -135,7 +136,8 @@ def _settle_mtp(
             return replace(config, mtp_num_hidden_layers=0), note
     if present and config.is_assumed("mtp_num_hidden_layers"):
         note = "the configuration does not mention an MTP head; taken from the mtp.* tensors"
-        return replace(config, mtp_num_hidden_layers=1), note
+        assumed = tuple(line for line in config.assumed if not line.startswith("mtp_num_hidden_layers"))
+        return replace(config, mtp_num_hidden_layers=1, assumed=assumed), note
     return config, ""
 
 
@@ -328,8 +330,14 @@ def _ranges(numbers: set[int]) -> str:
     return text if len(numbers) == 1 else f"{{{text}}}"
 
 
-def matches(name: str, globs: list[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
+def globs(patterns: str | Iterable[str]) -> list[str]:
+    """A single pattern counts as a list of one; taken letter by letter, "mtp.*" would allow everything."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    """Whether any of the glob patterns matches the whole name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # ============================================================================================================

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from workbench.checkpoint.accounting import NarrowedTensor, cast
 from workbench.checkpoint.header import INDEX_NAME, WEIGHT_FILE, StoredFile, read_header
 from workbench.checkpoint.layout import OFFICIAL_FLOAT32, expected_tensors, fuse_ba, fuse_qkvz
-from workbench.checkpoint.read import FLOAT_DTYPES, matches, require_finite, summarise_names
+from workbench.checkpoint.read import FLOAT_DTYPES, globs, matches, require_finite, summarise_names
 from workbench.config import ModelConfig
 from workbench.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def write_checkpoint(
     path = Path(path)
     layout = layout or ("qwen3_next" if config.family == "qwen3_next" else "official")
     _check_request(config, tensors, layout, dtype, extra_files or {})
-    allow = list(allow_nonfinite)
+    allow = globs(allow_nonfinite)
     for name, tensor in tensors.items():
         if not matches(name, allow):
             require_finite(f"{path}: tensor {name}", tensor)
