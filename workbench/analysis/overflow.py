@@ -1,0 +1,154 @@
+"""Findings of notebook 01: how far gates reach, what the unsafe exponent form does with them, what the safe
+one does."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import torch
+
+from workbench.analysis import nans, parity
+from workbench.analysis.runs import Continuation, Run
+from workbench.numerics import EXP_OVERFLOW
+
+
+def overflow_findings(
+    *,
+    gates: pd.DataFrame,
+    safe: Run,
+    unsafe: Run,
+    safe_text: Continuation,
+    unsafe_text: Continuation,
+    errors: pd.DataFrame,
+) -> dict[str, object]:
+    """The findings as plain JSON values: a verdict of three lines, four numbers, and what they were taken
+    from.
+
+    gates  `gates.gate_table` of the safe run;  errors  `parity.delta_rule_errors` on the inputs of the safe
+    run. `fault_found` says whether the safe run itself is not finite: then the model or its input is at
+    fault, not a form.
+    """
+    strongest = gates.loc[gates["span_max"].idxmax()]
+    reach = {
+        "heads": len(gates),
+        "heads_over_float16": int((gates["over_float16"] > 0).sum()),
+        "heads_over_float32": int((gates["over_float32"] > 0).sum()),
+        "span_max": float(strongest["span_max"]),
+        "layer": int(strongest["layer"]),
+        "head": int(strongest["head"]),
+        "log_decay_min": float(gates["log_decay_min"].min()),
+        "half_life_max": float(gates["half_life"].max()),
+    }
+    worst = parity.worst_errors(errors)
+    runs = {
+        "safe": _run_findings(safe, safe_text),
+        "unsafe": _run_findings(unsafe, unsafe_text),
+    }
+    return {
+        "title": "Gate overflow",
+        "verdict": [
+            _gate_line(reach),
+            _unsafe_line(unsafe, runs["unsafe"]),
+            _safe_line(safe, runs["safe"], worst),
+        ],
+        "numbers": _four_numbers(reach, unsafe, runs["unsafe"], safe, worst),
+        "fault_found": nans.first_bad(safe.trace.table) is not None,
+        "tokens": safe.logits.shape[1],
+        "gates": reach,
+        **runs,
+        "errors": worst.to_dict("records"),
+    }
+
+
+def conditions(run: Run) -> dict[str, object]:
+    """Under what a run was made: dtype, device, threads, policy, and the backend that served each op."""
+    served = {f"{row.op} ({row.dtype}, {row.tokens} tokens)": row.backend for row in run.attestation}
+    return {
+        "dtype": str(run.logits.dtype).removeprefix("torch."),
+        "device": str(run.logits.device),
+        "threads": torch.get_num_threads(),
+        "policy": run.policy.to_json(),
+        "backends": served,
+    }
+
+
+def _run_findings(run: Run, text: Continuation) -> dict[str, object]:
+    shares = nans.share_map(run.trace.table)
+    return {
+        "policy": run.label,
+        "logits_bad_share": nans.output_share(run.trace.table),
+        "layers_bad": int((shares.max(axis=1) > 0).sum()),
+        "layers": len(shares),
+        "fault": nans.diagnose(run.trace.table, run.policy).to_json(),
+        "tokens_written": list(text.tokens),
+        "error": text.error,
+    }
+
+
+def _gate_line(reach: dict) -> str:
+    limit32, limit16 = EXP_OVERFLOW["float32"], EXP_OVERFLOW["float16"]
+    return (
+        f"Gates: in one chunk the strongest head (layer {reach['layer']}, head {reach['head']}) decays by "
+        f"{reach['span_max']:.4g} nats; {reach['heads_over_float32']} of {reach['heads']} heads pass the "
+        f"float32 limit of {limit32:.1f}, {reach['heads_over_float16']} the float16 limit of {limit16:.1f}."
+    )
+
+
+def _unsafe_line(run: Run, found: dict) -> str:
+    where = found["fault"]["where"]
+    if found["fault"]["cause_id"] is None:
+        return f"Policy {run.label}: finite on this prompt, since no chunk it met reaches the limit."
+    place = ", ".join(f"{name} {where[name]}" for name in ("token", "head") if where[name] is not None)
+    written = len(found["tokens_written"])
+    answer = "generation is refused" if found["error"] else f"{written} tokens were written all the same"
+    return (
+        f"Policy {run.label}: first bad op {where['op']} at {where['tap']}"
+        + (f" ({place})" if place else "")
+        + "; "
+        f"{found['layers_bad']} of {found['layers']} layers and {100 * found['logits_bad_share']:.3g} % of "
+        f"the logits are not finite; {answer}."
+    )
+
+
+def _safe_line(run: Run, found: dict, worst: pd.DataFrame) -> str:
+    fault = found["fault"]
+    if fault["cause_id"] is not None:
+        tap = fault["where"]["tap"]
+        return f"Policy {run.label}: NOT finite either, first at {tap}: look at the model or its input first."
+    errors = {row.policy: max(row.error_out, row.error_state) for row in worst.itertuples()}
+    line = f"Policy {run.label}: finite everywhere"
+    if run.label in errors:
+        line += f", error against the fp64 oracle at most {errors[run.label]:.1e}"
+    others = {name: error for name, error in errors.items() if name != run.label and not math.isnan(error)}
+    return line + "".join(f"; {name} {error:.1e}" for name, error in others.items()) + "."
+
+
+def _four_numbers(
+    reach: dict, unsafe: Run, broken: dict, safe: Run, worst: pd.DataFrame
+) -> list[dict[str, str]]:
+    own = worst[worst["policy"] == safe.label]
+    error = math.nan if own.empty else own[["error_out", "error_state"]].max(axis=None, skipna=False)
+    limit32, limit16 = EXP_OVERFLOW["float32"], EXP_OVERFLOW["float16"]
+    return [
+        {
+            "label": "Largest decay in one chunk",
+            "value": f"{reach['span_max']:.4g} nats",
+            "note": f"exp overflows beyond {limit32:.1f} in float32, {limit16:.1f} in float16",
+        },
+        {
+            "label": "Heads beyond the float32 limit",
+            "value": f"{reach['heads_over_float32']} of {reach['heads']}",
+            "note": f"{reach['heads_over_float16']} beyond the float16 limit",
+        },
+        {
+            "label": f"Logits not finite, policy {unsafe.label}",
+            "value": f"{100 * broken['logits_bad_share']:.3g} %",
+            "note": f"{broken['layers_bad']} of {broken['layers']} layers hold bad values",
+        },
+        {
+            "label": f"Worst error, policy {safe.label}",
+            "value": "not finite" if math.isnan(error) else f"{error:.1e}",
+            "note": "Frobenius, against the float64 recurrence on the same inputs",
+        },
+    ]

@@ -1,0 +1,84 @@
+"""One prompt run under one numerics policy: what every tap point saw, the logits, and what came out as
+text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.errors import InputError
+from workbench.kernels import Kernels
+from workbench.model import CausalLM
+from workbench.numerics import NumericsPolicy, resolve_policy
+from workbench.tracing import Trace, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A traced forward pass: `label` names it in figures, `logits` [B, T, vocabulary]."""
+
+    label: str
+    policy: NumericsPolicy
+    trace: Trace
+    logits: Tensor
+    attestation: list
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a model wrote under a policy: `tokens`, or the `error` that kept it from writing."""
+
+    label: str
+    tokens: tuple[int, ...]
+    error: str | None
+
+
+@contextmanager
+def using_policy(model: CausalLM, policy: NumericsPolicy | str) -> Iterator[None]:
+    """The same model and backends under another numerics policy; the former kernels come back at the end."""
+    before = model.kernels
+    model.kernels = Kernels(before.requested, resolve_policy(policy))
+    try:
+        yield
+    finally:
+        model.kernels = before
+
+
+def as_input(model: CausalLM, ids: Sequence[int], max_tokens: int) -> Tensor:
+    """Token ids as a batch of one, [1, T], on the model's device. Raises InputError for none or too many."""
+    if not ids:
+        raise InputError("prompt: expected at least one token, found none; give some text")
+    if len(ids) > max_tokens:
+        raise InputError(
+            f"prompt: expected at most {max_tokens} tokens, found {len(ids)}; shorten it or raise max_tokens"
+        )
+    return torch.tensor([list(ids)], device=model.device)
+
+
+@torch.inference_mode()
+def run_prompt(model: CausalLM, input_ids: Tensor, policy: str, keep: Collection[str] = ()) -> Run:
+    """One forward pass over `input_ids` [B, T] from an empty cache, traced, under the named policy."""
+    with using_policy(model, policy), trace(model, keep) as seen:
+        logits = model(input_ids, use_cache=False).logits
+        attestation = model.kernels.attestation()
+        used = model.kernels.policy
+    return Run(policy, used, seen, logits, attestation)
+
+
+def continue_prompt(model: CausalLM, input_ids: Tensor, policy: str, max_new_tokens: int) -> Continuation:
+    """Greedy continuation of `input_ids` [1, T] under the named policy; a refusal to draw a token becomes
+    `error`."""
+    written: list[int] = []
+    with using_policy(model, policy):
+        try:
+            model.generate(
+                input_ids, max_new_tokens=max_new_tokens, stop_ids=model.config.eos_token_id,
+                stream=lambda row: written.append(row[0]),
+            )  # fmt: skip
+        except InputError as error:
+            return Continuation(policy, tuple(written), str(error))
+    return Continuation(policy, tuple(written), None)

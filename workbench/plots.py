@@ -1,0 +1,382 @@
+"""Figures: tables in, a figure with a caption that states its reading out. No statistics are computed here.
+
+A policy has the same colour, marker and dash in every figure; nothing is told by colour alone (Okabe-Ito
+palette). Limits are labelled lines, and a value that is not finite is hatched, never left blank.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.colors
+import matplotlib.lines
+import matplotlib.ticker
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from workbench.numerics import EXP_OVERFLOW
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6b7280"
+)  # fmt: skip
+INK, FAINT, CARD = "#1f2933", "#d7dce2", "#ffffff"
+
+#: Colour, marker and dash of each preset policy.
+POLICY_STYLE: dict[str, tuple[str, str, str]] = {
+    "safe": (BLUE, "o", "-"),
+    "fp32_cumsum": (ORANGE, "s", "--"),
+    "segsum": (GREEN, "^", "-."),
+    "factored": (RED, "X", ":"),
+    "factored_mask_after": (PURPLE, "P", ":"),
+    "mask_after": (SKY, "D", "--"),
+    "multiply_mask": (GREY, "v", "-."),
+}
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "workbench",  # the same ids at every run
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": False,
+    "hatch.linewidth": 0.7,
+    "figure.facecolor": CARD,
+    "savefig.facecolor": CARD,
+    "legend.frameon": False,
+}
+
+WIDTH = 8.6  # inches; the width of a report's text
+
+
+@dataclass(frozen=True, slots=True)
+class Plate:
+    """A figure, the sentence that states its reading, and the text for those who cannot see it."""
+
+    figure: Figure
+    caption: str
+    alt: str
+
+    def svg(self) -> str:
+        """The figure as SVG, byte for byte the same at every call."""
+        buffer = io.StringIO()
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(
+                buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight"
+            )
+        return buffer.getvalue()
+
+    def _repr_html_(self) -> str:
+        data = base64.b64encode(self.svg().encode()).decode()
+        image = f'<img alt="{html.escape(self.alt)}" src="data:image/svg+xml;base64,{data}">'
+        return f'<figure class="plate">{image}<figcaption>{html.escape(self.caption)}</figcaption></figure>'
+
+
+def _figure(height: float, columns: int = 1, **options):
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(1, columns, **options)
+
+
+def _plate(figure: Figure, caption: str, subject: str) -> Plate:
+    """Freeze the layout, which every further drawing would move a little, and put the words to it."""
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    return Plate(figure, caption, f"{subject}. {caption}")
+
+
+def _limit_lines(axes, *, vertical: bool, sign: float = 1.0) -> None:
+    """Labelled lines where exp overflows in float16 and in float32."""
+    for name, dash in (("float16", (0, (4, 2))), ("float32", "-")):
+        value = sign * EXP_OVERFLOW[name]
+        draw = axes.axvline if vertical else axes.axhline
+        draw(value, color=RED, linewidth=1.1, linestyle=dash, zorder=1)
+        limit = f"{EXP_OVERFLOW[name]:.1f}"
+        if vertical:
+            axes.annotate(
+                f"{name} {limit}", (value, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                textcoords="offset points", ha="center", va="bottom", color=RED, fontsize=8,
+            )  # fmt: skip
+        else:
+            axes.annotate(
+                f"{name}\nlimit {limit}", (1.0, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                textcoords="offset points", ha="left", va="center", color=RED, fontsize=8,
+            )  # fmt: skip
+
+
+#: How a head is drawn by what its strongest chunk exceeds: colour, marker, label.
+REACH_STYLE = (
+    (BLUE, "o", "within both limits"),
+    (ORANGE, "s", "beyond the float16 limit"),
+    (RED, "X", "beyond the float32 limit"),
+)
+
+
+def _reach(span: float) -> int:
+    return (span > EXP_OVERFLOW["float16"]) + (span > EXP_OVERFLOW["float32"])
+
+
+def gate_ranges(gates: pd.DataFrame, chunk: int = 64) -> Plate:
+    """Decay of one token and of one chunk, per layer and head, from `analysis.gates.gate_table`."""
+    layers = sorted(gates["layer"].unique())
+    heads = int(gates["head"].max()) + 1
+    with matplotlib.rc_context(STYLE):
+        figure, (left, right) = _figure(max(2.6, 0.62 * len(layers) + 1.2), 2, sharey=True)
+        for row in gates.itertuples():
+            y = layers.index(row.layer) + 0.76 * ((row.head + 0.5) / heads - 0.5)
+            color, marker, _ = REACH_STYLE[_reach(row.span_max)]
+            left.plot([-row.log_decay_max, -row.log_decay_min], [y, y], color=color, linewidth=1.2)
+            left.plot(-row.log_decay_median, y, marker=marker, color=color, markersize=4.5)
+            right.plot([row.span_median, row.span_max], [y, y], color=color, linewidth=1.2)
+            right.plot(row.span_max, y, marker=marker, color=color, markersize=5)
+        _limit_lines(right, vertical=True)
+        for axes, title, label in (
+            (left, "One token", "decay in nats: range over tokens, mark at the median"),
+            (
+                right,
+                f"One chunk of {chunk} tokens",
+                "|G| in nats: median to largest chunk, mark at the largest",
+            ),
+        ):
+            axes.set_xscale("symlog", linthresh=1.0, linscale=0.6)
+            axes.set_xlim(left=0.0)
+            axes.set_title(title, pad=16)
+            axes.set_xlabel(label)
+            axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.tick_params(axis="y", length=0)
+            for boundary in range(1, len(layers)):
+                axes.axhline(boundary - 0.5, color=FAINT, linewidth=0.8, zorder=0)
+        right.set_xlim(right=max(2.0 * gates["span_max"].max(), 1.5 * EXP_OVERFLOW["float32"]))
+        left.set_yticks(range(len(layers)), [f"layer {layer}" for layer in layers])
+        left.set_ylim(len(layers) - 0.5, -0.5)
+        shown = sorted({_reach(span) for span in gates["span_max"]})
+        handles = [
+            matplotlib.lines.Line2D(
+                [], [], color=REACH_STYLE[i][0], marker=REACH_STYLE[i][1], label=REACH_STYLE[i][2]
+            )
+            for i in shown
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    over = int((gates["over_float32"] > 0).sum())
+    over16 = int((gates["over_float16"] > 0).sum())
+    top = gates.loc[gates["span_max"].idxmax()]
+    low = gates.loc[gates["span_max"].idxmin()]
+    reading = (
+        f"{over} of {len(gates)} heads decay by more in one chunk than exp can undo in float32, {over16} by "
+        "more than it can in float16."
+        if over16
+        else f"No chunk of this prompt reaches a limit of exp in any of the {len(gates)} heads."
+    )
+    caption = (
+        f"{reading} The strongest, head {top['head']:.0f} of layer {top['layer']:.0f}, reaches "
+        f"{top['span_max']:.4g} nats; the mildest, head {low['head']:.0f} of layer {low['layer']:.0f}, "
+        f"{low['span_max']:.3g}."
+    )
+    return _plate(figure, caption, f"Ranges of log decay per token and per chunk for {len(gates)} heads")
+
+
+PATH_STYLE = {"strongest": (RED, "-"), "median": (ORANGE, "--"), "weakest": (BLUE, "-.")}
+
+
+def cumsum_paths(paths: pd.DataFrame) -> Plate:
+    """G over the rows of a chunk for a strong, a median and a weak head, from
+    `analysis.gates.chunk_paths`."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(3.1)
+        crossings = []
+        for role, group in paths.groupby("role", sort=False):
+            color, dash = PATH_STYLE[role]
+            name = f"{role}: layer {group['layer'].iloc[0]}, head {group['head'].iloc[0]}"
+            axes.plot(group["row"], group["cumsum"], color=color, linestyle=dash, linewidth=1.8, label=name)
+            beyond = group[group["cumsum"] < -EXP_OVERFLOW["float32"]]
+            if len(beyond):
+                row = beyond.iloc[0]
+                axes.plot(
+                    row["row"], row["cumsum"], marker="X", color=color, markersize=8, markeredgecolor=CARD
+                )
+                crossings.append((name, int(row["row"])))
+        _limit_lines(axes, vertical=False, sign=-1.0)
+        axes.set_yscale("symlog", linthresh=1.0, linscale=0.6)
+        axes.set_ylim(top=0.0)
+        axes.set_xlim(0, max(paths["row"].max(), 1))
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.set_xlabel("row of the chunk")
+        axes.set_ylabel("G, cumulative log decay in nats")
+        figure.legend(loc="outside lower center", ncols=3)
+    if crossings:
+        name, row = crossings[0]
+        caption = (
+            f"exp(-G) is infinite in float32 from row {row} of its chunk on for the {name}"
+            + ("" if len(crossings) == 1 else f", and for {len(crossings) - 1} more of the heads shown")
+            + "; differences of G stay negative and never overflow."
+        )
+    else:
+        caption = "No head shown passes the float32 limit inside its worst chunk, so exp(-G) is finite here."
+    return _plate(figure, caption, "Cumulative log decay over the rows of one chunk")
+
+
+def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
+    """Share of values that are not finite, per layer and tap point, one panel per policy: (name,
+    `nans.share_map`)."""
+    names = list(dict.fromkeys(tap for _, shares in maps for tap in shares.columns))
+    with matplotlib.rc_context(STYLE):
+        rows = max(len(shares) for _, shares in maps)
+        figure = Figure(figsize=(WIDTH, 0.9 + len(maps) * (0.235 * rows + 0.42)), layout="constrained")
+        panels = figure.subplots(len(maps), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, shares) in zip(panels, maps, strict=True):
+            first = _draw_share_map(axes, shares, names)
+            bad_layers = int((shares.max(axis=1) > 0).sum())
+            note = (
+                f"{bad_layers} of {len(shares)} layers hold values that are not finite"
+                if first
+                else "all finite"
+            )
+            axes.set_title(f"policy {name}: {note}")
+            axes.set_yticks(
+                [y + 0.5 for y in range(len(shares))], [f"layer {layer}" for layer in shares.index]
+            )
+            axes.tick_params(length=0)
+            axes.set_xlim(0, len(names))
+            axes.set_ylim(len(shares), 0)
+            axes.spines[:].set_visible(False)
+        panels[-1].set_xticks(
+            [x + 0.5 for x in range(len(names))], names, rotation=60, ha="right", rotation_mode="anchor"
+        )
+        handles = [
+            Patch(facecolor=SAFE_CELL, edgecolor=CARD, label="all finite"),
+            Patch(facecolor=_bad_color(0.3), edgecolor=INK, hatch="////", label="partly not finite"),
+            Patch(facecolor=_bad_color(1.0), edgecolor=CARD, hatch="xxxx", label="nothing finite"),
+            Patch(facecolor=CARD, edgecolor=INK, linewidth=2.0, label="first bad op"),
+            Patch(facecolor=CARD, edgecolor=FAINT, label="no such op in the layer"),
+        ]
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=5, handlelength=1.6, columnspacing=1.2
+        )
+    caption = " ".join(_share_sentence(name, shares) for name, shares in maps)
+    return _plate(figure, caption, f"Maps of layers by tap points for {len(maps)} policies")
+
+
+SAFE_CELL = "#dbe9f4"
+
+
+def _bad_color(share: float) -> tuple[float, float, float]:
+    """From pale to full vermilion."""
+    pale, full = (0.99, 0.88, 0.80), matplotlib.colors.to_rgb(RED)
+    return tuple(a + (b - a) * share for a, b in zip(pale, full, strict=True))
+
+
+def _first_cell(shares: pd.DataFrame) -> tuple[int, str] | None:
+    """(layer, tap point) of the first share above zero in the order of computation."""
+    for layer, row in shares.iterrows():
+        bad = row[row > 0]
+        if len(bad):
+            return layer, bad.index[0]
+    return None
+
+
+def _draw_share_map(axes, shares: pd.DataFrame, names: list[str]) -> tuple[int, str] | None:
+    first = _first_cell(shares)
+    for y, (_, row) in enumerate(shares.iterrows()):
+        for x, name in enumerate(names):
+            share = row.get(name, math.nan)
+            if math.isnan(share):
+                axes.add_patch(Rectangle((x, y), 1, 1, facecolor=CARD, edgecolor=FAINT, linewidth=0.4))
+                continue
+            bad = share > 0
+            hatch = None if not bad else "xxxx" if share == 1 else "////"
+            axes.add_patch(
+                Rectangle(
+                    (x + 0.04, y + 0.04), 0.92, 0.92, hatch=hatch,
+                    facecolor=_bad_color(share) if bad else SAFE_CELL,
+                    edgecolor=(CARD if share == 1 else INK) if bad else CARD, linewidth=0.0,
+                )
+            )  # fmt: skip
+    if first is not None:
+        place = (names.index(first[1]), list(shares.index).index(first[0]))
+        axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor=INK, linewidth=2.0, zorder=3))
+    return first
+
+
+def _share_sentence(name: str, shares: pd.DataFrame) -> str:
+    first = _first_cell(shares)
+    if first is None:
+        return f"Policy {name}: every value of every layer is finite."
+    layer, tap = first
+    lost = int((shares.iloc[:, -1] == 1).sum())
+    share = shares.loc[layer, tap]
+    return (
+        f"Policy {name}: the first values that are not finite appear at {tap} of layer {layer} "
+        f"({100 * share:.3g} % of them); {lost} of {len(shares)} layers hand on nothing finite."
+    )
+
+
+def policy_errors(errors: pd.DataFrame, limit: float = 3e-6) -> Plate:
+    """Error of each policy against the fp64 oracle, per layer: from `analysis.parity.delta_rule_errors`.
+
+    `limit` is drawn as the bound that the default policy is held to.
+    """
+    layers = sorted(errors["layer"].unique())
+    policies = list(dict.fromkeys(errors["policy"]))
+    worst = errors[["error_out", "error_state"]].max(axis=1, skipna=False)
+    finite = worst[worst.notna() & (worst > 0)]
+    high = max(3.0 * limit, 3.0 * finite.max() if len(finite) else 0.0)
+    low = min(1e-8, 0.5 * finite.min()) if len(finite) else 1e-8
+    beyond = high * (high / low) ** 0.08  # middle of the strip for results that are not finite
+    end = high * (high / low) ** 0.16
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(max(2.4, 0.5 * len(layers) + 1.3))
+        axes.set_xscale("log")
+        axes.axvspan(
+            high, end, facecolor=_bad_color(0.0), hatch="////", edgecolor=RED, linewidth=0.0, alpha=0.5
+        )
+        above = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "xytext": (0, 3)}
+        axes.annotate("not finite", (beyond, 1.0), ha="center", color=RED, fontsize=8, **above)
+        for place, policy in enumerate(policies):
+            color, marker, _ = POLICY_STYLE.get(policy, (INK, "o", "-"))
+            group = errors[errors["policy"] == policy]
+            offset = 0.6 * ((place + 0.5) / len(policies) - 0.5)
+            x = [beyond if math.isnan(value) else max(value, low) for value in worst[group.index]]
+            y = [layers.index(layer) + offset for layer in group["layer"]]
+            axes.plot(
+                x,
+                y,
+                linestyle="",
+                marker=marker,
+                color=color,
+                markersize=7.5,
+                markeredgewidth=0.6,
+                label=policy,
+                markeredgecolor=CARD,
+            )
+        axes.axvline(limit, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        axes.annotate(f"bound {limit:.0e}", (limit, 1.0), ha="center", fontsize=8, **above)
+        for boundary in range(1, len(layers)):
+            axes.axhline(boundary - 0.5, color=FAINT, linewidth=0.8, zorder=0)
+        axes.set_xlim(low, end)
+        axes.set_ylim(len(layers) - 0.5, -0.5)
+        axes.set_yticks(range(len(layers)), [f"layer {layer}" for layer in layers])
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(
+            "larger of the errors of output and final state, relative to the fp64 oracle (Frobenius)"
+        )
+        figure.legend(loc="outside lower center", ncols=min(len(policies), 4))
+    sentences = []
+    for policy in policies:
+        value = worst[errors["policy"] == policy].max(skipna=False)
+        sentences.append(f"{policy} {'is not finite' if math.isnan(value) else f'stays within {value:.1e}'}")
+    caption = f"Worst layer of each policy on the same inputs: {'; '.join(sentences)}."
+    return _plate(figure, caption, f"Errors of {len(policies)} policies in {len(layers)} layers")
