@@ -1,7 +1,8 @@
 """Errors that the workbench raises on purpose.
 
 Every message is one line that answers: what was found wrong, where, what was expected, what was there instead
-and what to do next. The command line prints the message and exits with code 2; `--debug` adds the traceback.
+and what to do next. The command line prints the message and exits with code 2 (1 for `NonFiniteError`);
+`--debug` adds the traceback.
 """
 
 
@@ -31,3 +32,7 @@ class PolicyError(WorkbenchError):
 
 class InputError(WorkbenchError):
     """A prompt, token sequence, option or data file given by the user cannot be used."""
+
+
+class NonFiniteError(WorkbenchError):
+    """The model computed NaN or Inf where its result was needed: a fault was found, not a bad input."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workbench.errors import InputError
+from workbench.errors import InputError, NonFiniteError
 
 if TYPE_CHECKING:
     from workbench.model import CausalLM
@@ -28,14 +28,14 @@ def sample(logits: Tensor, *, temperature: float, top_p: float, generator: torch
     """Next token ids [B] from logits [B, vocabulary].
 
     Temperature 0 is the largest logit (lowest id among equals). Otherwise softmax(logits / temperature) cut to the
-    smallest set of most likely tokens whose probability reaches `top_p`. Raises InputError for logits that are not
+    smallest set of most likely tokens whose probability reaches `top_p`. Raises NonFiniteError for logits that are not
     finite: a token drawn from them would hide the fault.
     """
     finite = torch.isfinite(logits).all(-1)
     if not finite.all():
         row = int((~finite).nonzero()[0])
         share = (~torch.isfinite(logits[row])).double().mean().item()
-        raise InputError(
+        raise NonFiniteError(
             f"logits of sequence {row}: expected finite values, found {share:.1%} NaN or Inf; "
             "run `workbench trace` with the same prompt and backend to find the first bad op"
         )
