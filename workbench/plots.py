@@ -60,6 +60,9 @@ STYLE = {
     "legend.frameon": False,
 }
 
+#: Without these an SVG names the time, the program and three web addresses.
+NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
 WIDTH = 8.6  # inches; the width of a report's text
 
 
@@ -75,9 +78,7 @@ class Plate:
         """The figure as SVG, byte for byte the same at every call."""
         buffer = io.StringIO()
         with matplotlib.rc_context(STYLE):
-            self.figure.savefig(
-                buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight"
-            )
+            self.figure.savefig(buffer, format="svg", metadata=NO_METADATA, bbox_inches="tight")
         return buffer.getvalue()
 
     def _repr_html_(self) -> str:
@@ -154,7 +155,7 @@ def gate_ranges(gates: pd.DataFrame, chunk: int = 64) -> Plate:
         ):
             axes.set_xscale("symlog", linthresh=1.0, linscale=0.6)
             axes.set_xlim(left=0.0)
-            axes.set_title(title, pad=16)
+            axes.set_title(title, pad=20)
             axes.set_xlabel(label)
             axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
             axes.tick_params(axis="y", length=0)

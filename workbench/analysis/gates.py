@@ -25,6 +25,19 @@ GATE_COLUMNS = (
     "span_max", "worst_chunk", "chunks", "over_float16", "over_float32",
 )  # fmt: skip
 
+#: Headings of these columns where people read them.
+GATE_HEADINGS = {
+    "log_decay_min": "log decay, min",
+    "log_decay_median": "median",
+    "log_decay_max": "max",
+    "half_life": "half-life, tokens",
+    "span_median": "|G| of a chunk, median",
+    "span_max": "|G|, max",
+    "worst_chunk": "in chunk",
+    "over_float16": "chunks beyond float16",
+    "over_float32": "chunks beyond float32",
+}
+
 
 def chunk_cumsum(log_decay: Tensor, chunk: int) -> Tensor:
     """G inside each chunk: [B, T, V] -> [B, N, C, V], float64; rows past T repeat the last value."""
@@ -88,6 +101,16 @@ def gate_table(tensors: Mapping[str, Tensor], chunk: int = 64) -> pd.DataFrame:
 def strongest(table: pd.DataFrame, count: int = 8) -> pd.DataFrame:
     """The heads of largest span, strongest first; equal spans in the order of layer and head."""
     return table.sort_values("span_max", ascending=False, kind="stable").head(count)
+
+
+def strongest_reading(table: pd.DataFrame) -> str:
+    """What the strongest heads of a gate table have in common, as a caption."""
+    top = strongest(table, 1).iloc[0]
+    mildest = table["half_life"].max()
+    return (
+        f"The heads of largest |G|, strongest first. The first of them halves its state every "
+        f"{top['half_life']:.2g} tokens; the mildest head of the model every {mildest:.3g}."
+    )
 
 
 def chunk_paths(tensors: Mapping[str, Tensor], table: pd.DataFrame, chunk: int = 64) -> pd.DataFrame:

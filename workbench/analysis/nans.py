@@ -156,12 +156,12 @@ def diagnose(table: pd.DataFrame, policy: NumericsPolicy) -> Verdict:
         passes = table["step"].nunique()
         seen = f"{len(table)} tensors of {passes} forward pass{'' if passes == 1 else 'es'}"
         return Verdict(
-            f"all values are finite in {seen}", evidence=(_closest_to_limit(table),) if len(table) else ()
+            f"All values are finite in {seen}", evidence=(_closest_to_limit(table),) if len(table) else ()
         )
     where = locate(row, table)
     share = float(bad_share(pd.DataFrame([row])).iloc[0])
     before = int((table.index < row.name).sum())
-    sentence = f"first value that is not finite: {row['tap']}" + (f", op {where.op}" if where.op else "")
+    sentence = f"First value that is not finite: {row['tap']}, op {where.op}"
     evidence = [
         f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])}): {100 * share:.3g} % of its values are "
         f"not finite, the first at index {tuple(row['first_bad'])}"
@@ -203,3 +203,15 @@ def _closest_to_limit(table: pd.DataFrame) -> str:
     share = table["absmax"] / table["dtype"].map(LARGEST)
     row = table.loc[share.fillna(0.0).idxmax()]
     return f"nearest to the limit of its dtype: {row['tap']} ({row['dtype']}) reaches {row['absmax']:.4g}"
+
+
+def worst_rows(table: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The rows to look at first: those not finite, in the order of computation.
+
+    Where all are finite: those nearest to the largest number of their dtype.
+    """
+    bad = table[bad_share(table) > 0]
+    if len(bad):
+        return bad.head(count)
+    share = (table["absmax"] / table["dtype"].map(LARGEST)).fillna(0.0)
+    return table.loc[share.sort_values(ascending=False, kind="stable").index[:count]]

@@ -10,7 +10,7 @@ import torch
 
 from workbench.analysis import nans, parity
 from workbench.analysis.runs import Continuation, Run
-from workbench.numerics import EXP_OVERFLOW
+from workbench.numerics import EXP_OVERFLOW, PRESETS
 
 
 def overflow_findings(
@@ -54,11 +54,18 @@ def overflow_findings(
         ],
         "numbers": _four_numbers(reach, unsafe, runs["unsafe"], safe, worst),
         "fault_found": nans.first_bad(safe.trace.table) is not None,
+        "conditions": conditions(safe),
         "tokens": safe.logits.shape[1],
         "gates": reach,
         **runs,
         "errors": worst.to_dict("records"),
     }
+
+
+def policies_to_compare(unsafe: str, full: bool) -> list[str]:
+    """The safe policy, its two near relatives and the unsafe one; with `full` every preset."""
+    chosen = list(PRESETS) if full else ["safe", "fp32_cumsum", "segsum"]
+    return list(dict.fromkeys([*chosen, unsafe]))
 
 
 def conditions(run: Run) -> dict[str, object]:

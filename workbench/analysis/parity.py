@@ -25,6 +25,14 @@ ARGUMENT_TAPS = {
 #: What to give `workbench.trace(model, keep=...)` for `delta_rule_errors` and `gates.gate_table`.
 KEEP_DELTA_RULE_INPUTS = tuple(f"*.{tap}" for tap in ARGUMENT_TAPS.values())
 
+#: Headings of the columns of `worst_errors` where people read them.
+ERROR_HEADINGS = {
+    "error_out": "error of the output",
+    "error_state": "error of the state",
+    "layer": "worst layer",
+    "bad_out": "share of output not finite",
+}
+
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
     """norm(x - reference) / norm(reference), Frobenius, in float64; 0 for 0 / 0, NaN where `x` is not finite.

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.errors import InputError
+from workbench.errors import InputError, NonFiniteError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
 from workbench.numerics import NumericsPolicy, resolve_policy
+from workbench.tokenizer import Tokenizer
 from workbench.tracing import Trace, trace
 
 
@@ -79,6 +80,14 @@ def continue_prompt(model: CausalLM, input_ids: Tensor, policy: str, max_new_tok
                 input_ids, max_new_tokens=max_new_tokens, stop_ids=model.config.eos_token_id,
                 stream=lambda row: written.append(row[0]),
             )  # fmt: skip
-        except InputError as error:
+        except NonFiniteError as error:
             return Continuation(policy, tuple(written), str(error))
     return Continuation(policy, tuple(written), None)
+
+
+def readable(continuation: Continuation, tokenizer: Tokenizer) -> tuple[str, str]:
+    """(label, what the model wrote, or why it wrote nothing more)."""
+    text = tokenizer.decode(continuation.tokens)
+    if continuation.error is not None:
+        text = f"{text}[refused: {continuation.error}]"
+    return f"policy {continuation.label}", text

@@ -1,0 +1,10 @@
+"""Notebooks as reports: executed with parameters, normalised, exported to HTML files that need no network.
+
+Two sides. Inside a notebook: `notebook_defaults`, `write_findings` and what `display` offers. Outside:
+`build`, which the command `workbench report` calls.
+"""
+
+from workbench.report.display import Html, passages, table, verdict_card
+from workbench.report.session import notebook_defaults, write_findings
+
+__all__ = ["Html", "notebook_defaults", "passages", "table", "verdict_card", "write_findings"]

@@ -1,0 +1,80 @@
+"""What a notebook shows besides figures: tables, verdicts, passages of text. All words are escaped."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from workbench.analysis.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Html:
+    """Something to show: `page` in a notebook and a report, `text` where there is no page."""
+
+    page: str
+    text: str
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def number(value: object) -> str:
+    """Three significant digits, all digits of whole thousands; a dash for what is missing."""
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.0f}" if 1000.0 <= abs(value) < 1e7 else f"{value:.3g}"
+    return str(value)
+
+
+def table(frame: pd.DataFrame, caption: str, names: Mapping[str, str] | None = None) -> Html:
+    """A table with its reading as caption; `names` gives columns the headings that are shown."""
+    shown = frame.rename(columns=dict(names or {}))
+    head = "".join(f"<th scope=col>{html.escape(str(column))}</th>" for column in shown.columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(number(value))}</td>" for value in row) + "</tr>"
+        for row in shown.astype(object).itertuples(index=False, name=None)
+    )
+    page = (
+        f'<figure class="data"><figcaption>{html.escape(caption)}</figcaption><div class="scroll"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></figure>"
+    )
+    return Html(page, f"{caption}\n{shown.to_string(index=False)}")
+
+
+def verdict_card(verdict: Verdict) -> Html:
+    """A verdict with its evidence, what it rules out, and the fix."""
+    parts = [f"<p><strong>{html.escape(verdict.verdict)}</strong></p>"]
+    for title, sentences in (
+        ("Evidence", verdict.evidence),
+        ("Ruled out", verdict.ruled_out),
+        ("Fix", (verdict.fix,) if verdict.fix else ()),
+    ):
+        if sentences:
+            items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+            parts.append(f"<dt>{title}</dt><dd><ul>{items}</ul></dd>")
+    cause = html.escape(verdict.cause_id or "no fault")
+    parts.append(f"<dt>Cause</dt><dd>{cause}, {html.escape(verdict.confidence.replace('_', ' '))}</dd>")
+    kind = "fault" if verdict.is_fault else "fine"
+    page = f'<section class="verdict {kind}">{parts[0]}<dl>{"".join(parts[1:])}</dl></section>'
+    return Html(page, verdict.verdict)
+
+
+def passages(entries: Sequence[tuple[str, str]], caption: str) -> Html:
+    """Pieces of text, each under its label, line breaks kept: (label, text)."""
+    items = "".join(
+        f"<div><dt>{html.escape(label)}</dt><dd><pre>{html.escape(text)}</pre></dd></div>"
+        for label, text in entries
+    )
+    page = (
+        f'<figure class="passages"><figcaption>{html.escape(caption)}</figcaption><dl>{items}</dl></figure>'
+    )
+    return Html(page, "\n".join(f"{label}: {text}" for label, text in entries))

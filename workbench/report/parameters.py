@@ -1,0 +1,110 @@
+"""The cell of a notebook that is tagged `parameters`: read, checked and rewritten as text, never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+TAG = "parameters"
+
+
+def parameters_cell(notebook: NotebookNode, name: str) -> NotebookNode:
+    """The cell tagged `parameters`. Raises InputError unless there is exactly one."""
+    cells = [cell for cell in notebook.cells if TAG in cell.metadata.get("tags", [])]
+    if len(cells) != 1 or cells[0].cell_type != "code":
+        raise InputError(f"notebook {name}: expected one code cell tagged {TAG!r}, found {len(cells)}")
+    return cells[0]
+
+
+def read_parameters(source: str, name: str) -> dict[str, object]:
+    """Names and values of a parameters cell. Raises InputError for anything but assignments of literals."""
+    return {target: value for target, value, _ in _assignments(source, name)}
+
+
+def replace_parameters(source: str, changes: Mapping[str, object], name: str) -> str:
+    """The cell's text with new values in the place of the old ones; comments and order stay.
+
+    Raises InputError for a name that the cell does not assign and for a value of another type. A whole
+    number is accepted where the cell has a real one.
+    """
+    assignments = _assignments(source, name)
+    known = {target: value for target, value, _ in assignments}
+    for target, value in changes.items():
+        if target not in known:
+            raise InputError(f"notebook {name}: no parameter {target!r}, expected one of {', '.join(known)}")
+        _check_type(target, value, known[target], name)
+    lines = source.encode().split(b"\n")  # positions of the syntax tree count bytes
+    for target, old, node in reversed(assignments):
+        if target not in changes:
+            continue
+        value = changes[target]
+        text = repr(float(value) if isinstance(old, float) else value).encode()
+        first, last = node.lineno - 1, node.end_lineno - 1
+        lines[first : last + 1] = [
+            lines[first][: node.col_offset] + text + lines[last][node.end_col_offset :]
+        ]
+    return b"\n".join(lines).decode()
+
+
+def parse_setting(text: str, defaults: Mapping[str, object], name: str) -> tuple[str, object]:
+    """`KEY=VALUE` from a command line, the value read in the type that the notebook's parameter has.
+
+    Text needs no quotes; everything else is a Python literal. Raises InputError for a missing `=`, an
+    unknown key and a value of the wrong type.
+    """
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise InputError(f"--set {text!r}: expected KEY=VALUE, for instance --set max_new_tokens=8")
+    if key not in defaults:
+        raise InputError(f"--set {key}: no such parameter in {name}, expected one of {', '.join(defaults)}")
+    if isinstance(defaults[key], str):
+        return key, value
+    try:
+        parsed = ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        parsed = value
+    _check_type(key, parsed, defaults[key], name)
+    return key, parsed
+
+
+def _check_type(key: str, value: object, default: object, name: str) -> None:
+    expected, found = type(default), type(value)
+    if found is expected or (expected is float and found is int):
+        return
+    raise InputError(
+        f"notebook {name}: parameter {key}: expected {expected.__name__} as in {default!r}, found {value!r}"
+    )
+
+
+def _assignments(source: str, name: str) -> list[tuple[str, object, ast.expr]]:
+    found = []
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise InputError(
+            f"notebook {name}: parameters cell: not Python ({error.msg}, line {error.lineno})"
+        ) from None
+    for statement in tree.body:
+        is_plain = (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Name)
+        )
+        try:
+            value = ast.literal_eval(statement.value) if is_plain else None
+        except ValueError:
+            is_plain = False
+        if not is_plain:
+            raise InputError(
+                f"notebook {name}: parameters cell, line {statement.lineno}: expected NAME = LITERAL, "
+                f"found {ast.unparse(statement)[:60]!r}"
+            )
+        found.append((statement.targets[0].id, value, statement.value))
+    return found
