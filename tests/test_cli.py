@@ -1,0 +1,417 @@
+"""Tests of the command line: what is printed, what is written, and which code each outcome ends with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_checkpoint import PROMPT, write_small_checkpoint
+
+from workbench import cli
+from workbench.analysis import inventory
+from workbench.cli.output import text_table
+from workbench.numerics import LARGEST, PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("cli") / "checkpoint")
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def process(*arguments, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "workbench", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+
+
+# ============================================================================================================
+# All commands
+# ============================================================================================================
+
+
+def test_help_needs_no_heavy_package_and_answers_at_once():
+    heavy = "torch numpy pandas matplotlib safetensors tokenizers nbconvert".split()
+    check = (
+        "import sys; from workbench.cli import main\n"
+        "codes = [main(['--help']), main(['--version']), main(['trace', '--help'])]\n"
+        f"print(codes, [name for name in {heavy} if name in sys.modules])"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stdout + done.stderr
+    assert time.monotonic() - started < 5.0  # half a second on a free machine
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "generate", "inspect"])
+def test_every_command_explains_itself_with_an_example_that_parses(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    example = out.partition("example:\n")[2].strip()
+    words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)]
+    assert words[:2] == ["workbench", command]
+    options = cli.build_parser().parse_args(words[1:])
+    assert callable(options.run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["trace"], "required: CHECKPOINT"),
+        (["trace", "x"], "one of the arguments --prompt --prompt-file --ids is required"),
+        (["trace", "x", "--prompt", "a", "--ids", "1"], "not allowed with"),
+        (["generate", "x", "--prompt", "a", "--seed", "one"], "invalid int value: 'one'"),
+        (["unknown"], "invalid choice: 'unknown'"),
+        (["inspect", "x", "--dtpe", "float32"], "unrecognized arguments: --dtpe float32"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(run, arguments, expected):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and expected in err
+    assert err.startswith("workbench: error: ") and err.count("\n") == 1
+
+
+BAD_INPUTS = [
+    (["trace", "{none}", "--ids", "1"], "{none}: expected a directory, found nothing there"),
+    (["generate", "{none}", "--ids", "1"], "{none}: expected a directory, found nothing there"),
+    (["inspect", "{none}"], "{none}: expected a directory, found nothing there"),
+    (["inspect", "{empty}"], "config.json"),
+    (["trace", "{none}", "--prompt", "x"], "nothing there"),
+    (["trace", "{checkpoint}", "--prompt", ""], "--prompt: expected some text, found none"),
+    (["trace", "{checkpoint}", "--ids", "1,4096"], "expected token ids from 0 to 4095, found 4096"),
+    (
+        ["trace", "{checkpoint}", "--ids", "1,-2"],
+        "--ids: expected whole numbers separated by commas, found '1,-2'",
+    ),
+    (["trace", "{checkpoint}", "--ids", ","], "--ids: expected whole numbers"),
+    (["trace", "{checkpoint}", "--ids", "9" * 400], "--ids: expected whole numbers"),
+    (["trace", "{checkpoint}", "--ids", "1", "--top", "0"], "--top: expected at least 1, found 0"),
+    (
+        ["trace", "{checkpoint}", "--prompt-file", "{binary}"],
+        "expected UTF-8 text, found byte 0xff at position 2",
+    ),
+    (["trace", "{checkpoint}", "--prompt-file", "{zero}"], "found a zero byte at position 1"),
+    (["trace", "{checkpoint}", "--prompt-file", "{blank}"], "expected some text, found none"),
+    (["trace", "{checkpoint}", "--prompt-file", "{none}"], "cannot be read: No such file or directory"),
+    (["trace", "{checkpoint}", "--ids", "1", "--backend", "fast"], "no op has a backend of that name"),
+    (["trace", "{checkpoint}", "--ids", "1", "--backend", "attention=fast"], "unknown backend 'fast'"),
+    (["trace", "{checkpoint}", "--ids", "1", "--policy", "unsafe"], "neither a preset (safe, "),
+    (["trace", "{checkpoint}", "--ids", "1", "--policy", "{blank}"], "not JSON"),
+    (
+        ["trace", "{checkpoint}", "--ids", "1", "--policy", "safe", "--backend", "torch_chunk:factored"],
+        "expected one policy, found factored and safe",
+    ),
+    (["trace", "{checkpoint}", "--ids", "1", "--dtype", "float8"], "dtype: expected one of float64, float32"),
+    (["inspect", "{checkpoint}", "--dtype", "int8"], "dtype: expected one of"),
+    (["trace", "{checkpoint}", "--ids", "1", "--device", "tpu"], "--device: expected cpu, cuda or cuda:N"),
+    (["trace", "{checkpoint}", "--ids", "1", "--device", "cuda:77"], "--device cuda:77: expected one of"),
+    (["trace", "{checkpoint}", "--ids", "1", "--json", "{none}/verdict.json"], "cannot be written"),
+    (["trace", "{checkpoint}", "--ids", "1", "--json", "{empty}"], "cannot be written"),
+    (
+        ["generate", "{checkpoint}", "--ids", "1", "--max-new-tokens", "0"],
+        "max_new_tokens: expected at least 1",
+    ),
+    (
+        ["generate", "{checkpoint}", "--ids", "1", "--temperature", "-1"],
+        "temperature: expected a finite number",
+    ),
+    (["generate", "{checkpoint}", "--ids", "1", "--top-p", "0"], "top_p: expected a number above 0"),
+    (["generate", "{checkpoint}", "--ids", "1", "--max-new-tokens", "9999"], "max_position_embeddings"),
+    (["report", "--card", "bi-v100"], "--card bi-v100: cards come in a later version"),
+    (["report", "--notebook", "99"], "--notebook 99: no such notebook"),
+    (["report", "--checkpoint", "{none}"], "{none}: expected a directory"),
+    (["report", "--prompt-file", "{binary}"], "expected UTF-8 text"),
+    (["report", "--set", "policy"], "expected KEY=VALUE"),
+    (["report", "--set", "polcy=safe"], "no such parameter in 01_gate_overflow"),
+    (["report", "--set", "max_tokens=many"], "parameter max_tokens: expected int"),
+    (["report", "--out", "{zero}"], "expected a folder that can be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD_INPUTS)
+def test_unusable_input_is_one_line_and_no_traceback(run, checkpoint, tmp_path, arguments, expected):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    (tmp_path / "zero").write_bytes(b"a\0b")
+    (tmp_path / "blank").write_text(" \n")
+    names = {name: str(tmp_path / name) for name in ("none", "empty", "binary", "zero", "blank")}
+    names["checkpoint"] = str(checkpoint)
+    code, out, err = run(*(argument.format(**names) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert expected.format(**names) in err
+    assert err.startswith("workbench: error: ") and err.count("\n") == 1
+
+
+def test_prompt_longer_than_the_model_reads_is_refused(run, tmp_path):
+    short = write_small_checkpoint(tmp_path / "short", max_position_embeddings=16)
+    code, _, err = run("trace", short, "--ids", ",".join("1" * 17))
+    assert code == 2 and "expected at most 16 tokens (max_position_embeddings), found 17" in err
+
+
+def test_a_prompt_without_a_tokenizer_says_which_file_is_missing(run, tmp_path):
+    bare = write_small_checkpoint(tmp_path / "bare", tokenizer=False)
+    code, _, err = run("generate", bare, "--prompt", "x")
+    assert code == 2 and "tokenizer.json" in err and err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = process("inspect", tmp_path / "none", "--debug")
+    assert done.returncode != 0 and "Traceback" in done.stderr and "InputError" in done.stderr
+
+
+def test_a_missing_package_is_named(run, monkeypatch, checkpoint):
+    def lost(options):
+        raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+
+    monkeypatch.setattr(cli.inspect, "run", lost)
+    code, _, err = run("inspect", checkpoint)
+    assert code == 2 and "package safetensors is needed" in err and "bootstrap.py setup" in err
+
+
+def test_the_keyboard_stops_a_command_with_130(checkpoint):
+    command = [
+        sys.executable,
+        "-m",
+        "workbench",
+        "generate",
+        str(checkpoint),
+        "--ids",
+        "1",
+        "--max-new-tokens",
+        "4000",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        running.stdout.read(1)  # it writes
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (130, "workbench: stopped\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(checkpoint):
+    command = [
+        sys.executable,
+        "-m",
+        "workbench",
+        "generate",
+        str(checkpoint),
+        "--ids",
+        "1",
+        "--max-new-tokens",
+        "500",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        running.stdout.read(1)
+        running.stdout.close()
+        err = running.stderr.read()
+    assert (running.returncode, err) == (141, "")
+
+
+def test_dtypes_of_the_help_are_those_that_can_be_loaded():
+    from workbench.loading import DTYPES
+
+    assert list(LARGEST) == list(DTYPES)
+
+
+# ============================================================================================================
+# trace
+# ============================================================================================================
+
+
+def test_trace_of_a_safe_run_is_fine(run, checkpoint):
+    code, out, err = run("trace", checkpoint, "--prompt", PROMPT, "--top", 3)
+    assert (code, err) == (0, "")
+    assert out.startswith("All values are finite in ") and "3 of 95 tensors, nearest to the limit" in out
+    assert len(out.splitlines()) == 2 + 1 + 2 + 3
+
+
+@pytest.mark.parametrize("choice", [["--policy", "factored"], ["--backend", "torch_chunk:factored"]])
+def test_trace_of_an_overflow_names_op_and_cause_and_ends_with_1(run, checkpoint, tmp_path, choice):
+    target = tmp_path / "verdict.json"
+    code, out, _ = run("trace", checkpoint, "--prompt", PROMPT, *choice, "--json", target)
+    assert code == 1
+    assert out.startswith("First value that is not finite: layers.00.gdn.decay, op gated_delta_rule\n")
+    assert "cause      exponent_overflow" in out and "12 of 95 tensors, not finite" in out
+    found = json.loads(target.read_text())
+    shared = ["verdict", "where", "cause_id", "evidence", "ruled_out", "fix", "confidence"]
+    assert list(found)[:7] == shared and list(found["where"]) == ["layer", "op", "tap", "token", "head"]
+    assert found["where"]["tap"] == "layers.00.gdn.decay" and found["cause_id"] == "exponent_overflow"
+    assert found["logits_bad_share"] == 1.0 and found["policy"]["exponent"] == "factored"
+    assert found["dtype"] == "bfloat16" and len(found["table"]) == 95
+    assert found["table"][0]["tap"] == "embed" and found["table"][0]["layer"] is None
+    assert found["table"][-1]["absmax"] is None and found["table"][-1]["first_bad"] == [0, 0, 0]
+    assert {"op": "gated_delta_rule", "backend": "torch_chunk", "calls": 3} in found["backends"]
+    assert [path.name for path in tmp_path.iterdir()] == ["verdict.json"]
+
+
+def test_trace_as_json_on_stdout_is_nothing_but_json(run, checkpoint):
+    code, out, _ = run("trace", checkpoint, "--ids", "5 6,7", "--json", "-", "--dtype", "float32")
+    found = json.loads(out)
+    assert code == 0 and (found["tokens"], found["dtype"], found["cause_id"]) == (3, "float32", None)
+
+
+# ============================================================================================================
+# generate
+# ============================================================================================================
+
+
+def test_generate_writes_what_the_model_continues_with(run, checkpoint):
+    code, out, err = run("generate", checkpoint, "--prompt", "To be", "--max-new-tokens", 6, "--json")
+    found = json.loads(out)
+    assert (code, err, found["reason"], len(found["tokens"])) == (0, "", "length", 6)
+    code, text, _ = run("generate", checkpoint, "--prompt", "To be", "--max-new-tokens", 6)
+    assert code == 0 and text == found["text"] + "\n"
+
+
+def test_generate_is_the_same_for_the_same_seed_only(run, checkpoint):
+    arguments = ["generate", checkpoint, "--ids", "5,6", "--temperature", "1.5", "--max-new-tokens", 12]
+    first, again, other = (run(*arguments, "--seed", seed)[1] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_generate_without_a_tokenizer_prints_ids(run, tmp_path):
+    bare = write_small_checkpoint(tmp_path / "bare", tokenizer=False)
+    code, out, _ = run("generate", bare, "--ids", "5,6", "--max-new-tokens", 3)
+    assert code == 0 and len([int(token) for token in out.split()]) == 3
+    assert json.loads(run("generate", bare, "--ids", "5,6", "--json")[1])["text"] is None
+
+
+def test_generate_stops_with_1_when_logits_are_not_finite(run, checkpoint, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(PROMPT)
+    code, out, err = run("generate", checkpoint, "--prompt-file", prompt, "--policy", "factored")
+    assert (code, out) == (1, "") and "expected finite values" in err and "workbench trace" in err
+
+
+# ============================================================================================================
+# inspect
+# ============================================================================================================
+
+
+def test_inspect_accounts_for_every_parameter_and_byte(run, checkpoint):
+    code, out, _ = run("inspect", checkpoint)
+    assert code == 0
+    assert "qwen3_5_moe: 4 layers (3 linear, 1 full attention), hidden 64, vocabulary 4,096" in out
+    assert "experts: 8 of width 32, 2 per token, shared expert of width 48" in out
+    found = json.loads(run("inspect", checkpoint, "--json")[1])
+    from workbench.checkpoint import expected_tensors
+    from workbench.config import ModelConfig
+
+    config = ModelConfig.from_hf(found["config"])
+    total = sum(torch.Size(shape).numel() for shape in expected_tensors(config).values())
+    assert sum(row["parameters"] for row in found["groups"]) == total
+    assert f"{total:,}" in out
+    accounting = found["accounting"]
+    held = sum(entry["bytes"] for entry in accounting["totals"].values())
+    assert held + accounting["header_bytes"] == accounting["file_bytes"]
+    assert accounting["file_bytes"] == (checkpoint / "model.safetensors").stat().st_size
+    assert len(accounting["tensors"]) == accounting["totals"]["loaded"]["tensors"]
+
+
+def test_inspect_counts_what_narrowing_costs_and_ends_with_1_on_overflow(run, tmp_path):
+    from workbench.checkpoint import read_checkpoint, write_checkpoint
+
+    plain = write_small_checkpoint(tmp_path / "plain")
+    checkpoint = read_checkpoint(plain)
+    tensors = dict(checkpoint.tensors)
+    tensors["norm.weight"] = tensors["norm.weight"].clone()
+    tensors["norm.weight"][:2] = torch.tensor([70000.0, 1e-9])
+    write_checkpoint(tmp_path / "wide", checkpoint.config, tensors)
+    code, out, _ = run("inspect", tmp_path / "wide", "--dtype", "float16")
+    assert code == 1 and "1 overflow and" in out
+    (row,) = [line for line in out.splitlines() if line.startswith("norm.weight")]
+    assert row.split()[4:6] == ["1", "1"]
+    code, out, _ = run("inspect", plain, "--dtype", "float32")
+    assert code == 0 and "no tensor can change its values" in out
+
+
+def test_every_tensor_name_has_a_group_that_fits():
+    expected = {
+        "embed_tokens.weight": "embedding",
+        "lm_head.weight": "output head",
+        "norm.weight": "norms",
+        "layers.0.input_layernorm.weight": "norms",
+        "layers.0.linear_attn.norm.weight": "gated delta net",
+        "layers.3.self_attn.q_norm.weight": "attention",
+        "layers.3.mlp.gate.weight": "router",
+        "layers.3.mlp.experts.down_proj": "routed experts",
+        "layers.3.mlp.shared_expert_gate.weight": "shared expert",
+        "layers.3.mlp.gate_proj.weight": "dense MLP",
+        "mtp.layers.0.mlp.gate.weight": "multi-token prediction",
+    }
+    assert {name: inventory.group_of(name) for name in expected} == expected
+
+
+def test_text_table_aligns_numbers_right_and_marks_what_is_missing():
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {"name": ["a", "bb"], "n": [1000, 2], "x": [0.5, float("nan")], "at": [(1, 2), None]}
+    )
+    lines = text_table(frame, {"n": ","}).splitlines()
+    assert lines == ["name      n    x  at", "a     1,000  0.5  (1, 2)", "bb        2    -  -"]
+
+
+# ============================================================================================================
+# report
+# ============================================================================================================
+
+
+def test_report_prints_its_files_and_three_lines(run, monkeypatch, tmp_path):
+    from workbench.report import build
+
+    seen = {}
+
+    def pretend(request, say):
+        seen["request"] = request
+        say("working")
+        findings = {"verdict": ["one", "two", "three"], "fault_found": seen.get("fault", False)}
+        return [build.Report("01_x", tmp_path / "01_x.html", tmp_path / "01_x.findings.json", findings)]
+
+    monkeypatch.setattr(build, "build", pretend)
+    prompt = tmp_path / "a prompt.txt"
+    prompt.write_text("words")
+    code, out, err = run(
+        "report", "--notebook", "01", "--prompt-file", prompt, "--set", "full=True", "--out", tmp_path
+    )
+    assert (code, err) == (0, "working\n")
+    assert out.splitlines() == [
+        str(tmp_path / "01_x.html"),
+        "  one",
+        "  two",
+        "  three",
+        str(tmp_path / "index.html"),
+    ]
+    request = seen["request"]
+    assert (request.prompt, request.settings, request.notebook) == ("words", ("full=True",), "01")
+    assert request.command == f"workbench report --notebook 01 --prompt-file '{prompt}' --set full=True"
+    seen["fault"] = True
+    assert run("report", "--out", tmp_path)[0] == 1
+
+
+def test_presets_of_the_help_are_complete(run):
+    _, out, _ = run("trace", "--help")
+    assert all(name in out for name in PRESETS)
+    assert os.environ["OMP_NUM_THREADS"] == "1"

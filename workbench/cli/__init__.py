@@ -1,0 +1,67 @@
+"""The command line: `workbench report`, `trace`, `generate`, `inspect`; one module each.
+
+Every command ends with a code of `outcome`. Heavy packages are imported by the command that needs them,
+when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from workbench import __version__
+from workbench.cli import generate, inspect, report, trace
+from workbench.cli.options import Parser
+from workbench.cli.outcome import FAULT, READER_GONE, STOPPED, UNUSABLE
+from workbench.errors import NonFiniteError, WorkbenchError
+
+#: In the order in which `--help` lists them.
+COMMANDS = (report, trace, generate, inspect)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `arguments` default to those of the process."""
+    parser = build_parser()
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as stop:  # --help and --version end with 0, a wrong command line with 2
+        return stop.code if isinstance(stop.code, int) else UNUSABLE
+    try:
+        code = options.run(options)
+        sys.stdout.flush()  # a reader that went away shows here, not in the interpreter's last flush
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except KeyboardInterrupt:
+        print("workbench: stopped", file=sys.stderr)
+        return STOPPED
+    except (WorkbenchError, OSError, ModuleNotFoundError) as error:
+        if options.debug:
+            raise
+        print(f"workbench: error: {_one_line(error)}", file=sys.stderr)
+        return FAULT if isinstance(error, NonFiniteError) else UNUSABLE
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"package {error.name} is needed for this and not installed; run `python3 bootstrap.py setup`"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options; imports nothing heavy."""
+    parser = Parser(
+        prog="workbench",
+        description="Run, trace and question hybrid linear-attention mixture-of-experts language models.",
+        epilog="exit codes: 0 fine, 1 a fault was found, 2 unusable input",
+    )
+    parser.add_argument("--version", action="version", version=f"workbench {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

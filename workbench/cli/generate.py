@@ -1,0 +1,77 @@
+"""`workbench generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from workbench.cli.inputs import input_tensor, load_model, load_tokenizer, prompt_ids
+from workbench.cli.options import add_command, model_options, prompt_options
+from workbench.cli.outcome import FINE
+from workbench.cli.output import write_json
+
+if TYPE_CHECKING:
+    from workbench.tokenizer import Tokenizer
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, "generate", run, "Continue a prompt, writing tokens as they come.",
+        'workbench generate data/miniature --prompt "Shall I compare thee" --max-new-tokens 40',
+        [model_options(), prompt_options()],
+    )  # fmt: skip
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default 128")
+    parser.add_argument(
+        "--temperature", metavar="X", type=float, default=0.0, help="0 (default) takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest tokens of mass P"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end in place of the text"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    model = load_model(options)
+    input_ids = input_tensor(model, prompt_ids(options))
+    has_tokenizer = options.ids is None or (options.checkpoint / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(options.checkpoint) if has_tokenizer else None
+    stop_ids = set(model.config.eos_token_id)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        stop_ids.add(tokenizer.eos_token_id)
+    stream = None if options.json else _Printer(tokenizer)
+    output = model.generate(
+        input_ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        top_p=options.top_p, stop_ids=stop_ids, seed=options.seed, stream=stream,
+    )  # fmt: skip
+    tokens = output.sequences[0]
+    if stream is not None:
+        stream.finish()
+        return FINE
+    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special=True)
+    content = {
+        "text": text, "tokens": tokens, "reason": output.reasons[0], "prompt_tokens": input_ids.shape[1],
+        "temperature": options.temperature, "top_p": options.top_p, "seed": options.seed,
+    }  # fmt: skip
+    write_json(content, "-")
+    return FINE
+
+
+class _Printer:
+    """Prints each token as soon as its characters are whole; ids where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.decoder = None if tokenizer is None else tokenizer.stream_decoder()
+
+    def __call__(self, row: list[int | None]) -> None:
+        self._write(f"{row[0]} " if self.decoder is None else self.decoder.push(row[0]))
+
+    def finish(self) -> None:
+        self._write(("" if self.decoder is None else self.decoder.finish()) + "\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

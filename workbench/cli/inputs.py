@@ -1,0 +1,102 @@
+"""What the options of a command line stand for: prompts, token ids, models."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.model import CausalLM
+    from workbench.tokenizer import Tokenizer
+
+
+def read_prompt(path: Path) -> str:
+    """The text of a prompt file. Raises InputError for one that is unreadable, empty or no UTF-8 text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"prompt file {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        found = f"found byte 0x{byte:02x} at position {error.start}"
+        raise InputError(f"prompt file {path}: expected UTF-8 text, {found}") from None
+    if "\0" in text:
+        raise InputError(
+            f"prompt file {path}: expected text, found a zero byte at position {text.index(chr(0))}"
+        )
+    if not text.strip():
+        raise InputError(f"prompt file {path}: expected some text, found none")
+    return text
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids separated by commas or spaces."""
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts):
+        raise InputError(f"--ids: expected whole numbers separated by commas, found {text[:60]!r}")
+    return [int(part) for part in parts]
+
+
+def prompt_ids(options: argparse.Namespace) -> list[int]:
+    """The token ids of whichever prompt option was given."""
+    if options.ids is not None:
+        return parse_ids(options.ids)
+    text = options.prompt if options.prompt is not None else read_prompt(options.prompt_file)
+    ids = load_tokenizer(options.checkpoint).encode(text)
+    if not ids:
+        raise InputError("--prompt: expected some text, found none")
+    return ids
+
+
+def load_model(options: argparse.Namespace) -> CausalLM:
+    """The model that the options ask for."""
+    import torch
+
+    from workbench.kernels.registry import parse_selection
+    from workbench.loading import load
+
+    policies = {parse_selection(options.backend).policy, options.policy} - {None}
+    if len(policies) > 1:
+        raise InputError(
+            f"--backend and --policy: expected one policy, found {' and '.join(sorted(policies))}"
+        )
+    if not options.checkpoint.exists():
+        raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
+    kind, _, number = options.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise InputError(f"--device: expected cpu, cuda or cuda:N, found {options.device!r}")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {options.device}: expected one of {torch.cuda.device_count()} CUDA devices"
+        )
+    return load(
+        options.checkpoint,
+        dtype=options.dtype,
+        device=options.device,
+        backend=options.backend,
+        policy=options.policy,
+    )
+
+
+def load_tokenizer(checkpoint: Path) -> Tokenizer:
+    from workbench.tokenizer import Tokenizer
+
+    return Tokenizer.from_directory(checkpoint)
+
+
+def input_tensor(model: CausalLM, ids: list[int]) -> Tensor:
+    import torch
+
+    limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
+    if len(ids) > limit:
+        raise InputError(
+            f"prompt: expected at most {limit} tokens (max_position_embeddings), found {len(ids)}"
+        )
+    if max(ids) >= vocabulary:
+        raise InputError(f"prompt: expected token ids from 0 to {vocabulary - 1}, found {max(ids)}")
+    return torch.tensor([ids], device=model.device)

@@ -1,0 +1,119 @@
+"""`workbench inspect`: what a checkpoint holds, tensor by tensor and byte by byte."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.cli.options import add_command, add_dtype
+from workbench.cli.outcome import FAULT, FINE
+from workbench.cli.output import text_table, write_json
+from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.checkpoint import Checkpoint
+    from workbench.config import ModelConfig
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, "inspect", run, "Show a checkpoint's configuration, parameters and tensors.",
+        "workbench inspect data/miniature --dtype float16",
+    )  # fmt: skip
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="directory with config.json and safetensors"
+    )
+    add_dtype(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    from workbench.analysis.inventory import parameter_groups
+    from workbench.checkpoint import read_checkpoint
+    from workbench.loading import dtype_named
+
+    if not options.checkpoint.exists():
+        raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
+    checkpoint = read_checkpoint(options.checkpoint, dtype=dtype_named(options.dtype))
+    groups = parameter_groups(checkpoint.tensors)
+    narrowing = checkpoint.accounting.narrowing_frame()
+    changed = narrowing[(narrowing["n_overflow"] > 0) | (narrowing["n_flushed"] > 0)]
+    overflows = int(narrowing["n_overflow"].sum())
+    if options.json:
+        accounting = checkpoint.accounting
+        content = {
+            "config": checkpoint.config.to_hf(),
+            "groups": groups.to_dict("records"),
+            "accounting": {
+                "totals": {
+                    kind: {"tensors": n, "bytes": size} for kind, (n, size) in accounting.totals.items()
+                },
+                "file_bytes": accounting.file_bytes,
+                "header_bytes": accounting.header_bytes,
+                "notes": list(accounting.notes),
+                "tensors": accounting.to_frame().astype(object).to_dict("records"),
+            },
+            "narrowing": changed.astype(object).to_dict("records"),
+        }
+        write_json(content, "-")
+    else:
+        print(_text(checkpoint, groups, narrowing, changed, options.dtype))
+    return FAULT if overflows else FINE
+
+
+def _text(
+    checkpoint: Checkpoint,
+    groups: pd.DataFrame,
+    narrowing: pd.DataFrame,
+    changed: pd.DataFrame,
+    dtype: str | None,
+) -> str:
+    import pandas as pd
+
+    lines = [*_config_lines(checkpoint.config), ""]
+    totals = {
+        "group": "sum",
+        "dtype": "",
+        **{name: groups[name].sum() for name in ("tensors", "parameters", "bytes")},
+    }
+    counts = dict.fromkeys(("tensors", "parameters", "bytes"), ",")
+    lines += [text_table(pd.concat([groups, pd.DataFrame([totals])], ignore_index=True), counts), ""]
+    lines += [checkpoint.accounting.summary()]
+    if dtype is not None and narrowing.empty:
+        lines += ["", f"narrowing to {dtype}: no tensor can change its values by it"]
+    elif dtype is not None:
+        lines += [
+            "",
+            f"narrowing to {dtype}: of {narrowing['numel'].sum():,} values in {len(narrowing)} tensors "
+            f"{narrowing['n_overflow'].sum():,} overflow and {narrowing['n_flushed'].sum():,} become zero",
+        ]
+        if len(changed):
+            lines.append(text_table(changed))
+    return "\n".join(lines)
+
+
+def _config_lines(config: ModelConfig) -> list[str]:
+    linear = config.layer_types.count("linear_attention")
+    full = len(config.layer_types) - linear
+    lines = [
+        f"{config.family}: {config.num_hidden_layers} layers ({linear} linear, {full} full attention), "
+        f"hidden {config.hidden_size}, vocabulary {config.vocab_size:,}"
+        + (", tied embeddings" if config.tie_word_embeddings else ""),
+        f"gated delta net: {config.linear_num_key_heads} key heads of {config.linear_key_head_dim}, "
+        f"{config.linear_num_value_heads} value heads of {config.linear_value_head_dim}, "
+        f"convolution {config.linear_conv_kernel_dim}",
+        f"attention: {config.num_attention_heads} heads of {config.head_dim}, {config.num_key_value_heads} "
+        f"key-value heads, rotary {config.rotary_dim} of {config.head_dim} channels, "
+        f"theta {config.rope_theta:g}",
+    ]
+    if config.is_moe:
+        lines.append(
+            f"experts: {config.num_experts} of width {config.moe_intermediate_size}, "
+            f"{config.num_experts_per_tok} per token, shared expert of width "
+            f"{config.shared_expert_intermediate_size}"
+        )
+    lines.append(f"multi-token prediction: {'one layer' if config.mtp_num_hidden_layers else 'none'}")
+    return lines

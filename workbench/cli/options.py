@@ -1,0 +1,75 @@
+"""Options that several commands share, and the shape of a command: summary, example, one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workbench.cli.outcome import UNUSABLE
+from workbench.numerics import LARGEST, PRESETS
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line that begins as all others do."""
+
+    def error(self, message: str):
+        self.exit(UNUSABLE, f"workbench: error: {message}; see `{self.prog} --help`\n")
+
+
+def add_command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    example: str,
+    parents: Sequence[argparse.ArgumentParser] = (),
+) -> argparse.ArgumentParser:
+    """Add the command `name` with its help and an example; `run` returns its exit code."""
+    parser = commands.add_parser(
+        name, help=summary, description=summary, epilog=f"example:\n  {example}",
+        parents=[shared_options(), *parents], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    return parser
+
+
+def shared_options() -> argparse.ArgumentParser:
+    """What every command has."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return shared
+
+
+def model_options() -> argparse.ArgumentParser:
+    """How a checkpoint is loaded and run."""
+    shared = argparse.ArgumentParser(add_help=False)
+    group = shared.add_argument_group("model")
+    group.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="directory with config.json and safetensors"
+    )
+    group.add_argument(
+        "--backend", metavar="[OP=]NAME[:POLICY]", help="backends by name, several separated by commas"
+    )
+    group.add_argument(
+        "--policy", metavar="NAME|FILE", help=f"numerics policy: {', '.join(PRESETS)}, or a JSON file"
+    )
+    add_dtype(group)
+    group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    return shared
+
+
+def add_dtype(group: argparse._ActionsContainer) -> None:
+    """The dtype that a checkpoint is read in."""
+    group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(LARGEST)}; default: as stored")
+
+
+def prompt_options() -> argparse.ArgumentParser:
+    """Exactly one source of a prompt."""
+    shared = argparse.ArgumentParser(add_help=False)
+    group = shared.add_argument_group("prompt").add_mutually_exclusive_group(required=True)
+    group.add_argument("--prompt", metavar="TEXT")
+    group.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 text")
+    group.add_argument("--ids", metavar="1,2,3", help="token ids; needs no tokenizer")
+    return shared
