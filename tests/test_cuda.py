@@ -1,0 +1,108 @@
+"""The same model on a CUDA device: equal to the CPU's float64 results, differentiable, cached and packed.
+
+Skipped where no device is; `python3 bootstrap.py test -m gpu` runs these alone on a machine that has one.
+"""
+
+import models
+import pytest
+import torch
+
+from workbench.config import ModelConfig
+from workbench.kernels import Kernels
+from workbench.kernels.agreement import logit_difference, relative_error
+from workbench.kernels.gated_delta_rule import reference, spec
+from workbench.model import CausalLM
+from workbench.numerics import SAFE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+CONFIGS = {"mini": models.mini, "mini256": models.mini256, "dense": models.mini_dense, "next": models.mini_next}
+
+
+def pair(name: str, decay: str = "class_default") -> tuple[CausalLM, CausalLM]:
+    """The same weights as a float64 model on the CPU and a float32 model on the device."""
+    config = ModelConfig.from_hf(CONFIGS[name]())
+    on_cpu = CausalLM(config).init_weights(0, decay).double().eval()
+    on_device = CausalLM(config).init_weights(0, decay).cuda().eval()
+    return on_cpu, on_device
+
+
+def ids(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(0, 97, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@pytest.mark.parametrize("decay", ["class_default", "realistic"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_logits_equal_the_float64_model_on_the_cpu(name, decay):
+    on_cpu, on_device = pair(name, decay)
+    for tokens in (1, 63, 65, 200):
+        prompt = ids(2, tokens)
+        found = on_device(prompt.cuda()).logits.cpu()
+        assert logit_difference(found, on_cpu(prompt).logits) <= 1e-5, tokens
+
+
+@torch.inference_mode()
+def test_split_prefill_decode_and_packing_equal_one_prefill():
+    _, model = pair("mini")
+    prompt = ids(1, 130).cuda()
+    whole = model(prompt).logits
+    for split in (1, 63, 64, 65, 129):
+        first = model(prompt[:, :split])
+        second = model(prompt[:, split:], cache=first.cache)
+        assert logit_difference(torch.cat([first.logits, second.logits], dim=1), whole) <= 1e-5, split
+    cache, steps = None, []
+    for t in range(70):
+        out = model(prompt[:, t : t + 1], cache=cache)
+        cache = out.cache
+        steps.append(out.logits)
+    assert logit_difference(torch.cat(steps, dim=1), whole[:, :70]) <= 1e-5
+    lengths = [37, 1, 64, 28]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = model(prompt, cu_seqlens=bounds).logits
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        assert logit_difference(packed[:, start:stop], model(prompt[:, start:stop]).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", ["torch_chunk", "torch_recurrent"])
+@pytest.mark.parametrize("log_decay", [-20.0, -1.39, -1e-3, 0.0, None])
+def test_gated_delta_rule_against_the_oracle(backend, log_decay):
+    inputs = spec.example(tokens=193, log_decay=log_decay, device="cuda")
+    out, state = Kernels({"gated_delta_rule": backend}, SAFE).gated_delta_rule(**inputs)
+    expected_out, expected_state = reference.oracle(**{name: x.cpu() for name, x in inputs.items()})
+    assert relative_error(out.cpu(), expected_out) <= 3e-6
+    assert relative_error(state.cpu(), expected_state) <= 3e-6
+
+
+@pytest.mark.parametrize("experts", ["torch_dense", "torch_sorted", "torch_gathered"])
+def test_gradients_equal_those_of_the_float64_model(experts):
+    on_cpu, on_device = pair("mini")
+    on_device.kernels = Kernels({"experts": experts})
+    prompt = ids(2, 70)
+    on_cpu(prompt, use_cache=False).logits.logsumexp(-1).sum().backward()
+    on_device(prompt.cuda(), use_cache=False).logits.logsumexp(-1).sum().backward()
+    for (name, a), (_, b) in zip(on_cpu.named_parameters(), on_device.named_parameters(), strict=True):
+        if a.grad is not None:
+            assert relative_error(b.grad.cpu(), a.grad) <= 1e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_half_precision_keeps_gates_and_state_wide(dtype):
+    _, model = pair("mini")
+    out = model.to(dtype)(ids(1, 100).cuda())
+    assert out.logits.dtype == dtype and bool(torch.isfinite(out.logits).all())
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            assert module.A_log.dtype == module.dt_bias.dtype == torch.float32
+    assert all(layer.state.dtype == torch.float32 for layer in out.cache.layers if hasattr(layer, "state"))
+
+
+def test_generation_is_repeatable():
+    _, model = pair("mini")
+    prompt = ids(2, 20).cuda()
+    settings = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    assert model.generate(prompt, **settings).sequences == model.generate(prompt, **settings).sequences
