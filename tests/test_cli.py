@@ -208,6 +208,19 @@ def test_the_keyboard_stops_a_command_with_130(checkpoint):
     assert (running.returncode, err) == (130, "workbench: stopped\n")
 
 
+def test_the_keyboard_stops_a_report_and_leaves_nothing_half_done(tmp_path):
+    command = [sys.executable, "-m", "workbench", "report", "--notebook", "01", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert "starting a kernel" in running.stderr.readline()
+        running.stderr.readline()  # a cell has ended: the next one runs
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err.splitlines()[-1]) == (130, "", "workbench: stopped")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_reader_that_goes_away_is_no_error(checkpoint):
     command = [
         sys.executable,

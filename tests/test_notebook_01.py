@@ -14,6 +14,7 @@ from workbench.report import build
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "01_gate_overflow"
+GOLDEN = ROOT / "tests" / "golden" / f"{NAME}.findings.json"
 SOURCE = ROOT / "notebooks" / f"{NAME}.ipynb"
 
 
@@ -144,6 +145,23 @@ def test_the_same_request_gives_the_same_bytes(made, tmp_path, checkpoint):
     first, second = made[0], report(tmp_path, checkpoint)[0]
     for name in (f"{NAME}.html", f"{NAME}.ipynb", f"{NAME}.findings.json", "index.html"):
         assert (first.page.parent / name).read_bytes() == (second.page.parent / name).read_bytes(), name
+
+
+def test_the_miniature_overflows_as_recorded(tmp_path):
+    """After a new training: `workbench report --notebook 01`, then copy the fields of the golden file."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    (made,) = build.build(build.Request(notebook="01", out=tmp_path), lambda line: None)
+    found = made.findings
+    assert found["gates"] == pytest.approx(golden["gates"], rel=1e-3)
+    assert found["unsafe"]["fault"]["where"] == golden["unsafe"]["fault"]["where"]
+    for run in ("unsafe", "safe"):
+        for field in ("policy", "layers_bad", "logits_bad_share"):
+            assert found[run][field] == golden[run][field], (run, field)
+    errors = {row["policy"]: row for row in found["errors"]}
+    assert list(errors) == ["safe", "fp32_cumsum", "segsum", "factored"]
+    for policy in ("safe", "segsum"):
+        assert max(errors[policy]["error_out"], errors[policy]["error_state"]) < 3e-6
+    assert errors["factored"]["error_out"] is None
 
 
 def test_full_compares_every_preset_on_a_mild_checkpoint(tmp_path):

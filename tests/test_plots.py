@@ -144,7 +144,7 @@ def test_share_maps_hatch_what_is_not_finite_and_frame_the_first_bad_op():
     (frame,) = [patch for patch in cells if not patch.get_fill()]
     assert (frame.get_x(), frame.get_y()) == (1, 0)
     assert all(patch.get_fill() for patch in plate.figure.axes[0].patches)  # nothing bad in the safe run
-    assert "gdn.decay of layer 0 (25 % of them); 2 of 2 layers" in plate.caption
+    assert "gdn.decay of layer 0 (25 % of its values); 2 of 2 layers" in plate.caption
 
 
 def test_policy_errors_put_what_is_not_finite_into_the_hatched_strip():

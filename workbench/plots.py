@@ -237,6 +237,7 @@ def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
     with matplotlib.rc_context(STYLE):
         rows = max(len(shares) for _, shares in maps)
         figure = Figure(figsize=(WIDTH, 0.9 + len(maps) * (0.235 * rows + 0.42)), layout="constrained")
+        figure.get_layout_engine().set(hspace=0.06)
         panels = figure.subplots(len(maps), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, shares) in zip(panels, maps, strict=True):
             first = _draw_share_map(axes, shares, names)
@@ -321,7 +322,7 @@ def _share_sentence(name: str, shares: pd.DataFrame) -> str:
     share = shares.loc[layer, tap]
     return (
         f"Policy {name}: the first values that are not finite appear at {tap} of layer {layer} "
-        f"({100 * share:.3g} % of them); {lost} of {len(shares)} layers hand on nothing finite."
+        f"({100 * share:.3g} % of its values); {lost} of {len(shares)} layers hand on nothing finite."
     )
 
 

@@ -69,12 +69,13 @@ def policies_to_compare(unsafe: str, full: bool) -> list[str]:
 
 
 def conditions(run: Run) -> dict[str, object]:
-    """Under what a run was made: dtype, device, threads, policy, and the backend that served each op."""
+    """Under what a run was made: dtype, device, threads, seed, policy, and the backend of each op."""
     served = {f"{row.op} ({row.dtype}, {row.tokens} tokens)": row.backend for row in run.attestation}
     return {
         "dtype": str(run.logits.dtype).removeprefix("torch."),
         "device": str(run.logits.device),
         "threads": torch.get_num_threads(),
+        "seed": torch.initial_seed(),
         "policy": run.policy.to_json(),
         "backends": served,
     }

@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from workbench import __version__
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from workbench import __version__, errors
 from workbench.errors import InputError, WorkbenchError
 from workbench.report.session import FINDINGS_FOLDER
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
 
 PACKAGE_PARENT = Path(__file__).resolve().parent.parent.parent
 
 #: One cell may take this long; a kernel that hangs must not hang the report for ever.
 CELL_SECONDS = 1800
+
+
+class ThisInterpreter(KernelSpecManager):
+    """A kernel of this interpreter, whatever kernels the user has installed under the same name."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, display_name="Python 3", language="python")
+
+
+class Client(NotebookClient):
+    """Ends its kernel in every case, and stops when it is told to from the keyboard.
+
+    The class above it takes SIGINT as a wish to end the kernel, and a cancelled cell as a dead kernel.
+    """
+
+    is_stopped = False
+
+    @asynccontextmanager
+    async def async_setup_kernel(self, **options: object) -> AsyncIterator[None]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop() -> None:
+            self.is_stopped = True
+            task.cancel()
+
+        try:
+            loop.add_signal_handler(signal.SIGINT, stop)
+        except (NotImplementedError, RuntimeError):
+            pass  # Windows, or not the main thread: the interrupt arrives as an exception or not at all
+        try:
+            await self.async_start_new_kernel(**options)
+            await self.async_start_new_kernel_client()
+            yield
+        finally:
+            if self.km is not None:
+                await self._async_cleanup_kernel()
 
 
 def execute(
@@ -32,9 +74,6 @@ def execute(
     `say` gets a line as each cell ends. An error in a cell that the workbench raised on purpose comes out
     as an InputError with the same message; any other as a WorkbenchError that names cell, kind and message.
     """
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-
     code_cells = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     started: dict[int, float] = {}
 
@@ -47,9 +86,9 @@ def execute(
 
     with tempfile.TemporaryDirectory(prefix="workbench-report-") as scratch:
         said = Path(scratch) / "kernel-stderr"
-        client = NotebookClient(
+        client = Client(
             notebook,
-            km=_kernel_manager(),
+            km=AsyncKernelManager(kernel_spec_manager=ThisInterpreter()),
             timeout=CELL_SECONDS,
             record_timing=False,
             resources={"metadata": {"path": str(folder)}},
@@ -60,15 +99,24 @@ def execute(
         try:
             with open(said, "wb") as stderr:
                 client.execute(env=_environment(Path(scratch), findings_folder), stderr=stderr)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         except CellExecutionError as error:
             raise _cell_error(notebook, name, error) from error
         except CellTimeoutError as error:
             raise WorkbenchError(f"notebook {name}: a cell took longer than {CELL_SECONDS} s") from error
         except (DeadKernelError, RuntimeError) as error:
-            last = [line for line in said.read_text(errors="replace").splitlines() if line.strip()][-1:]
-            reason = last[0] if last else "it said nothing, which is often a sign of too little memory"
+            if client.is_stopped:
+                raise KeyboardInterrupt from None
+            reason = last_words(said.read_text(errors="replace"))
             raise WorkbenchError(f"notebook {name}: its kernel ended or did not start: {reason}") from error
     return normalise(notebook)
+
+
+def last_words(text: str) -> str:
+    """The last line that a kernel wrote before it ended, its usual warning about transport left out."""
+    lines = [line for line in text.splitlines() if line.strip() and "TCP without encryption" not in line]
+    return lines[-1] if lines else "it said nothing, which is often a sign of too little memory"
 
 
 def normalise(notebook: NotebookNode) -> NotebookNode:
@@ -81,19 +129,6 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
             if "text/plain" in output.get("data", {}):
                 output.data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", output.data["text/plain"])
     return notebook
-
-
-def _kernel_manager():
-    """A kernel of this interpreter, whatever kernels the user has installed under the same name."""
-    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-
-    class ThisInterpreter(KernelSpecManager):
-        def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-            command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=command, display_name="Python 3", language="python")
-
-    return AsyncKernelManager(kernel_spec_manager=ThisInterpreter())
 
 
 def _environment(scratch: Path, findings_folder: Path) -> dict[str, str]:
@@ -120,8 +155,6 @@ def _cell_error(notebook: NotebookNode, name: str, error) -> WorkbenchError:
         for cell in notebook.cells
         if cell.cell_type == "code" and any(output.output_type == "error" for output in cell.outputs)
     )
-    from workbench import errors
-
     message = f"notebook {name}, cell {failed}: {error.ename}: {error.evalue}"
     raised = getattr(errors, error.ename, None)
     if isinstance(raised, type) and issubclass(raised, WorkbenchError):
