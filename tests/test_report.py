@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import nbformat
 import pandas as pd
@@ -391,8 +392,9 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_reports_are_written_with_an_index_over_all_of_them(project):
-    out = project / "deep" / "reports"
+def test_reports_are_written_with_an_index_over_all_of_them(project, monkeypatch):
+    monkeypatch.chdir(project)
+    out = Path("deep") / "reports"  # relative to where the command is given, not to the notebook
     request = build.Request(notebook="01", prompt="<given>", out=out)
     (report,) = build.build(request, lambda line: None)
     assert report.findings["title"] == "01_one <given>" and "&lt;given&gt;" in report.page.read_text()
@@ -461,7 +463,7 @@ def test_findings_of_an_earlier_report_that_are_damaged_are_named(project):
 def test_template_files_are_package_data():
     import tomllib
 
-    root = provenance.Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parent.parent
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "workbench"
     ]

@@ -88,7 +88,9 @@ def execute(
         said = Path(scratch) / "kernel-stderr"
         client = Client(
             notebook,
-            km=AsyncKernelManager(kernel_spec_manager=ThisInterpreter()),
+            km=AsyncKernelManager(
+                kernel_spec_manager=ThisInterpreter(), connection_file=str(Path(scratch) / "connection.json")
+            ),
             timeout=CELL_SECONDS,
             record_timing=False,
             resources={"metadata": {"path": str(folder)}},
@@ -144,7 +146,7 @@ def _environment(scratch: Path, findings_folder: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "SOURCE_DATE_EPOCH": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        FINDINGS_FOLDER: str(findings_folder),
+        FINDINGS_FOLDER: str(findings_folder.resolve()),  # the kernel works in another folder
     }
 
 
