@@ -47,6 +47,7 @@ CUMSUM_KINDS = {
     "segsum": "every window summed by itself in float32: no cancellation, C times the additions",
 }
 SOLVERS = {
+    "block_substitution": "8-row blocks by substitution, merged to 32-row inverses, then block by block: matrix products",
     "solve_triangular": "torch.linalg.solve_triangular on the unit lower triangular system",
     "row_loop": "forward substitution one row at a time: needs no solver library",
 }
@@ -65,7 +66,7 @@ class NumericsPolicy:
     exponent: str = "difference_then_mask"
     cumsum: str = "float64"
     state_dtype: str = "float32"
-    solver: str = "solve_triangular"
+    solver: str = "block_substitution"
     chunk: int = 64
     clamps: tuple[Mapping[str, object], ...] = ()
 

@@ -16,9 +16,12 @@ Source: arXiv 2406.06484 section 3 (chunk form, WY representation) with the scal
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench import taps
@@ -93,42 +96,122 @@ def chunk_layout(batch: int, tokens: int, chunk: int, bounds: list[int] | None, 
     return ChunkLayout(batch, tokens, chunk, torch.cat(rows).to(device), active, order.to(device))
 
 
-def cumulative_log_decay(log_decay: Tensor, policy: NumericsPolicy) -> tuple[Tensor, Tensor]:
-    """G and the pairwise differences G_i - G_j, before any mask.
+#: exp(x) = exp2(LOG2_E x).
+LOG2_E = math.log2(math.e)
 
-    log_decay [M, V, C] -> (G [M, V, C], differences [M, V, C, C]); both float64 under cumsum `float64`, else in the
-    dtype of `log_decay`. Under `segsum` an entry above the diagonal is zero, an empty window.
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """G [M, V, C] and the differences G_i - G_j [M, V, C, C] before any mask, in the form that `exp` takes.
+
+    Under cumsum `float64` both are float64 and in base 2: the factor costs nothing there, is applied before rounding,
+    and torch's exp2 takes a quarter of the time of its exp on a CPU, a twelfth where arguments are -inf. Otherwise
+    they are natural and in the dtype of the gates; under `segsum` an entry above the diagonal is zero, an empty window.
     """
-    if policy.cumsum == "float64":
-        log_decay = log_decay.double()
-    cumsum = log_decay.cumsum(-1)
-    if policy.cumsum == "segsum":
-        rows = log_decay.shape[-1]
-        windows = log_decay[..., :, None].expand(*log_decay.shape, rows)
-        return cumsum, windows.tril(-1).cumsum(-2)
-    return cumsum, cumsum[..., :, None] - cumsum[..., None, :]
+
+    cumsum: Tensor
+    differences: Tensor
+    is_base_2: bool
+
+    @classmethod
+    def of(cls, log_decay: Tensor, cumsum: Tensor, kind: str) -> Exponents:
+        """`cumsum` is the cumulative `log_decay`, both [M, V, C]; `kind` as in `numerics.CUMSUM_KINDS`."""
+        is_base_2 = kind == "float64"
+        if kind == "segsum":
+            rows = log_decay.shape[-1]
+            differences = log_decay[..., :, None].expand(*log_decay.shape, rows).tril(-1).cumsum(-2)
+        else:
+            cumsum = cumsum * LOG2_E if is_base_2 else cumsum
+            differences = cumsum[..., :, None] - cumsum[..., None, :]
+        return cls(cumsum, differences, is_base_2)
+
+    def exp(self, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+        """exp of `cumsum`, `differences` or a part of them: rounded to `dtype`, then the exponential."""
+        return exponent.to(dtype).exp2() if self.is_base_2 else exponent.to(dtype).exp()
 
 
-def pairwise_decay(cumsum: Tensor, differences: Tensor, exponent: str, dtype: torch.dtype) -> Tensor:
-    """D [M, V, C, C] in `dtype` from G [M, V, C] and its differences, in the exponent form named by the policy."""
-    rows = cumsum.shape[-1]
-    upper = torch.ones(rows, rows, dtype=torch.bool, device=cumsum.device).triu_(1)
-    if exponent == "difference_then_mask":
-        return differences.to(dtype).masked_fill(upper, -torch.inf).exp()
-    if exponent in ("factored", "factored_mask_after"):
-        narrowed = cumsum.to(dtype)
-        decay = narrowed.exp()[..., :, None] * (-narrowed).exp()[..., None, :]
+def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tensor:
+    """D [M, V, C, C] in `dtype`, in the exponent form named by the policy."""
+    rows = exponents.cumsum.shape[-1]
+    upper = torch.ones(rows, rows, dtype=torch.bool, device=exponents.cumsum.device).triu_(1)
+    if form == "difference_then_mask":
+        # Adding -inf above the diagonal is the mask: a masked fill takes seven times as long on a CPU.
+        mask = torch.zeros(rows, rows, dtype=dtype, device=upper.device).masked_fill_(upper, -torch.inf)
+        return exponents.exp(exponents.differences.to(dtype) + mask, dtype)
+    if form in ("factored", "factored_mask_after"):
+        rising, falling = exponents.exp(exponents.cumsum, dtype), exponents.exp(-exponents.cumsum, dtype)
+        decay = rising[..., :, None] * falling[..., None, :]
     else:
-        decay = differences.to(dtype).exp()
-    if exponent in ("factored_mask_after", "mask_after"):
+        decay = exponents.exp(exponents.differences, dtype)
+    if form in ("factored_mask_after", "mask_after"):
         return decay.masked_fill(upper, 0.0)
     return decay * ~upper  # inf * 0 is NaN: the fault that these forms are kept to show
+
+
+#: Rows up to which inverses of diagonal blocks are built: by substitution, then by merging pairs.
+LEAF_ROWS, BLOCK_ROWS = 8, 32
+
+
+def diagonal_blocks(x: Tensor, rows: int) -> Tensor:
+    """[P, C, C] -> the C / rows square blocks on the diagonal, [P, rows, rows, C / rows]."""
+    count = x.shape[-1] // rows
+    return x.reshape(-1, count, rows, count, rows).diagonal(dim1=1, dim2=3)
+
+
+def block_inverses(lower: Tensor) -> Tensor:
+    """Inverses of the unit lower triangular diagonal blocks of I + lower.
+
+    lower [P, C, C] strictly lower, C a multiple of LEAF_ROWS times a power of two up to BLOCK_ROWS
+    -> [P, C / rows, rows, rows] with rows = min(C, BLOCK_ROWS). The entries of these inverses are tame (|T_ij| <= 1
+    for unit keys and beta in [0, 1]), so that products of them lose nothing; a series in powers of `lower` would.
+    """
+    pairs, size = lower.shape[:2]
+    leaves = diagonal_blocks(lower, LEAF_ROWS).permute(1, 2, 0, 3).reshape(LEAF_ROWS, LEAF_ROWS, -1)  # [i, j, leaf]
+    unit = torch.eye(LEAF_ROWS, dtype=lower.dtype, device=lower.device)[..., None].expand_as(leaves)
+    rows: list[Tensor] = []
+    for i in range(LEAF_ROWS):
+        row = unit[i]
+        for j in range(i):
+            row = torch.addcmul(row, leaves[i, j], rows[j], value=-1.0)
+        rows.append(row)
+    inverse = torch.stack(rows).permute(2, 0, 1).contiguous()  # [leaf, i, j]
+    while (half := inverse.shape[-1]) < min(size, BLOCK_ROWS):
+        # (I + [[A, 0], [B, D]])^-1 = [[A', 0], [-D' B A', D']] with A', D' known.
+        below = diagonal_blocks(lower, 2 * half)[:, half:, :half].permute(0, 3, 1, 2).reshape(-1, half, half)
+        first, second = inverse.view(-1, 2, half, half).unbind(1)
+        corner = torch.bmm(second, torch.bmm(below, first)).neg()
+        above = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        inverse = torch.cat([above, torch.cat([corner, second], dim=-1)], dim=-2)
+    return inverse.view(pairs, -1, *inverse.shape[-2:])
+
+
+def block_substitution(lower: Tensor, right: Tensor) -> Tensor:
+    """(I + lower)^-1 right for [P, C, C] and [P, C, R], block row by block row."""
+    size = lower.shape[-1]
+    step = LEAF_ROWS
+    while step < min(size, BLOCK_ROWS):
+        step *= 2
+    padding = -size % step
+    if padding:  # rows of zeros: the identity
+        lower = F.pad(lower, (0, padding, 0, padding))
+        right = F.pad(right, (0, 0, 0, padding))
+    inverses = block_inverses(lower)
+    solved: list[Tensor] = []
+    for block, start in enumerate(range(0, size, step)):
+        rest = right[:, start : start + step]
+        if solved:
+            known = solved[0] if len(solved) == 1 else torch.cat(solved, dim=1)
+            rest = torch.baddbmm(rest, lower[:, start : start + step, :start], known, alpha=-1.0)
+        solved.append(torch.bmm(inverses[:, block], rest))
+    return torch.cat(solved, dim=1)[:, :size]
 
 
 def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str) -> Tensor:
     """(I + kkt)^-1 right for a strictly lower kkt [M, V, C, C] and right [M, V, C, R]."""
     if solver == "solve_triangular":
         return torch.linalg.solve_triangular(kkt, right, upper=False, unitriangular=True)
+    if solver == "block_substitution":
+        return block_substitution(kkt.flatten(0, 1), right.flatten(0, 1)).view(right.shape)
     rows: list[Tensor] = []
     for i in range(kkt.shape[-1]):
         row = right[..., i, :]
@@ -136,6 +219,115 @@ def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str) -> Tensor:
             row = row - (kkt[..., i : i + 1, :i] @ torch.stack(rows, dim=-2)).squeeze(-2)
         rows.append(row)
     return torch.stack(rows, dim=-2)
+
+
+@dataclass(slots=True)
+class Scan:
+    """The sequential part: state of the sequences still active, [sequences V, K, W], and of those that have ended."""
+
+    state: Tensor
+    finished: list[Tensor]
+
+
+def evaluate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scan: Scan,
+    active: Sequence[int],
+    policy: NumericsPolicy,
+    tap: Tap | None,
+) -> Tensor:
+    """Chunks of consecutive steps: `active[n]` of them in step n. Moves `scan` on, returns the output [M, V, C, W].
+
+    q, k [M, H, C, K], v [M, V, C, W] and beta [M, V, C] in the dtype of the arithmetic, log_decay [M, V, C] in fp32
+    or better.
+    """
+    (_, key_heads, chunk, _), (_, value_heads, _, value_dim), dtype = q.shape, v.shape, q.dtype
+    beta = beta[..., None]
+
+    def by_key_head(x: Tensor) -> Tensor:
+        """[M, V, ...] -> [M, H, V / H, ...]: value head h reads key head h // (V / H)."""
+        return x.unflatten(1, (key_heads, value_heads // key_heads))
+
+    # State-free: everything that no chunk needs another one for.
+    if policy.cumsum == "float64":
+        log_decay = log_decay.double()
+    cumsum = taps.observe(tap, taps.GDN_CUMSUM, log_decay.cumsum(-1))
+    exponents = Exponents.of(log_decay, cumsum, policy.cumsum)
+    decay = taps.observe(tap, taps.GDN_DECAY, pairwise_decay(exponents, policy.exponent, dtype))
+    since_start = exponents.exp(exponents.cumsum, dtype)[..., None]  # [M, V, C, 1]
+    if policy.exponent.startswith("factored"):
+        until_end = since_start[..., -1:, :] * exponents.exp(-exponents.cumsum, dtype)[..., None]
+    else:
+        until_end = exponents.exp(exponents.differences[..., -1, :], dtype)[..., None]
+    del exponents
+
+    k_transposed, k_grouped = k.transpose(-1, -2), k.unsqueeze(2)
+    decay_grouped = by_key_head(decay)
+    kkt = ((k @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2).mul_(beta).tril_(-1)
+    kkt = taps.observe(tap, taps.GDN_KKT, kkt)
+    keys = (by_key_head(beta * since_start) * k_grouped).flatten(1, 2)
+    right = torch.cat([beta * v, keys], dim=-1)
+    solved = None
+    if tap is not None:
+        # No step needs the inverse itself; it is formed for the observer, and used only where the observer changes it.
+        inverse = unit_lower_solve(kkt, torch.eye(chunk, dtype=dtype, device=q.device).expand_as(kkt), policy.solver)
+        seen = tap(taps.GDN_INVERSE, inverse)
+        solved = seen @ right if seen is not inverse else None
+    if solved is None:
+        solved = unit_lower_solve(kkt, right, policy.solver)
+    u = taps.observe(tap, taps.GDN_U, solved[..., :value_dim])
+    w = taps.observe(tap, taps.GDN_W, solved[..., value_dim:])
+    intra = ((q @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2)
+    intra = taps.observe(tap, taps.GDN_INTRA, intra)
+    writers = (by_key_head(until_end) * k_grouped).flatten(1, 2)  # [M, V, C, K]
+    readers = (by_key_head(since_start) * q.unsqueeze(2)).flatten(1, 2)  # [M, V, C, K]
+
+    # The scan, with sequences and value heads in one batch axis.
+    counts = [count * value_heads for count in active]
+    steps = zip(
+        counts,
+        u.flatten(0, 1).split(counts),
+        w.flatten(0, 1).split(counts),
+        writers.flatten(0, 1).transpose(-1, -2).split(counts),
+        since_start[..., -1:, :].flatten(0, 1).split(counts),
+        strict=True,
+    )
+    entered, corrections, left = [], [], []
+    for count, u_now, w_now, writers_now, decay_now in steps:
+        if count < scan.state.shape[0]:
+            scan.finished.append(scan.state[count:])
+            scan.state = scan.state[:count]
+        entered.append(scan.state)
+        correction = torch.baddbmm(u_now, w_now, scan.state, alpha=-1.0)  # v' = u - w S
+        corrections.append(correction)
+        scan.state = (scan.state * decay_now).baddbmm_(writers_now, correction)
+        if tap is not None:
+            left.append(scan.state)
+    if tap is not None:
+        tap(taps.GDN_STATE, torch.cat(left).unflatten(0, (-1, value_heads)))
+    inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view_as(v)
+    inter = taps.observe(tap, taps.GDN_INTER, inter)
+    return torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections)).view_as(v)
+
+
+#: Chunks times value heads that are evaluated together: few enough for the caches of a CPU, many enough for a GPU,
+#: where it bounds the memory. An observer sees all chunks at once.
+MATRICES_AT_ONCE = {"cpu": 32, "cuda": 8192}
+
+
+def groups(active: Sequence[int], value_heads: int, limit: int) -> list[list[int]]:
+    """Consecutive steps, as many as stay below `limit` matrices together, at least one."""
+    parts: list[list[int]] = [[]]
+    for count in active:
+        if parts[-1] and (sum(parts[-1]) + count) * value_heads > limit:
+            parts.append([])
+        parts[-1].append(count)
+    return parts
 
 
 def run(
@@ -151,80 +343,34 @@ def run(
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `spec` for shapes. Emits cumsum, decay, kkt, inverse, u, w, intra, inter and state to `tap`."""
-    batch, tokens, key_heads, key_dim = q.shape
+    batch, tokens, _, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    group = value_heads // key_heads
     dtype = torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype)))
     bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
-    chunk = min(policy.chunk, tokens)
-    layout = chunk_layout(batch, tokens, chunk, bounds, q.device)
-
-    q_MHCK, k_MHCK, v_MVCW = (layout.split(x).to(dtype) for x in (q, k, v))
-    beta_MVC1 = layout.split(beta).to(dtype)[..., None]
-    log_decay_MVC = layout.split(log_decay).to(torch.promote_types(log_decay.dtype, torch.float32))
-
-    # State-free phase: everything that no chunk needs another one for.
-    cumsum, differences = cumulative_log_decay(log_decay_MVC, policy)
-    cumsum = taps.observe(tap, taps.GDN_CUMSUM, cumsum)
-    decay = taps.observe(tap, taps.GDN_DECAY, pairwise_decay(cumsum, differences, policy.exponent, dtype))
-    since_start = cumsum.to(dtype).exp()[..., None]  # [M, V, C, 1]
-    until_end = differences[..., -1, :].to(dtype).exp()[..., None]
-    if policy.exponent.startswith("factored"):
-        until_end = since_start[..., -1:, :] * (-cumsum).to(dtype).exp()[..., None]
-
-    def per_value_head(x: Tensor) -> Tensor:
-        """[M, H, ...] -> [M, V, ...]: value head h reads key head h // group."""
-        return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-    k_transposed = k_MHCK.transpose(-1, -2)
-    k_MVCK = per_value_head(k_MHCK)
-    kkt = (per_value_head(k_MHCK @ k_transposed) * decay * beta_MVC1).tril(-1)
-    kkt = taps.observe(tap, taps.GDN_KKT, kkt)
-    right = torch.cat([beta_MVC1 * v_MVCW, beta_MVC1 * since_start * k_MVCK], dim=-1)
-    solved = None
-    if tap is not None:
-        # No step needs the inverse itself; it is formed for the observer, and used only where the observer changes it.
-        inverse = unit_lower_solve(kkt, torch.eye(chunk, dtype=dtype, device=q.device).expand_as(kkt), policy.solver)
-        seen = tap(taps.GDN_INVERSE, inverse)
-        solved = seen @ right if seen is not inverse else None
-    if solved is None:
-        solved = unit_lower_solve(kkt, right, policy.solver)
-    u = taps.observe(tap, taps.GDN_U, solved[..., :value_dim])
-    w = taps.observe(tap, taps.GDN_W, solved[..., value_dim:])
-    intra = taps.observe(tap, taps.GDN_INTRA, per_value_head(q_MHCK @ k_transposed) * decay)
-
-    # One product with the state serves both v' = u - w S and the readout (q e^G) S.
-    readers = torch.cat([w, per_value_head(q_MHCK) * since_start], dim=-2)  # [M, V, 2C, K]
-    writers = (k_MVCK * until_end).transpose(-1, -2)  # [M, V, K, C]
-    chunk_decay = since_start[..., -1:, :]  # [M, V, 1, 1]
-
+    layout = chunk_layout(batch, tokens, min(policy.chunk, tokens), bounds, q.device)
     if initial_state is None:
-        sequences = batch if bounds is None else len(bounds) - 1
-        state = torch.zeros(sequences, value_heads, key_dim, value_dim, dtype=dtype, device=q.device)
+        state = torch.zeros(layout.active[0], value_heads, key_dim, value_dim, dtype=dtype, device=q.device)
     else:
         state = initial_state.to(dtype)
         state = state if layout.order is None else state[layout.order]
-    readouts, corrections, states, finished = [], [], [], []
-    first = 0
-    for count in layout.active:
-        if count < state.shape[0]:
-            finished.append(state[count:])
-            state = state[:count]
-        here = slice(first, first + count)
-        first += count
-        read = readers[here] @ state  # [count, V, 2C, W]
-        correction = u[here] - read[..., :chunk, :]
-        state = torch.addcmul(writers[here] @ correction, chunk_decay[here], state)
-        readouts.append(read[..., chunk:, :])
-        corrections.append(correction)
-        if tap is not None:
-            states.append(state)
-    inter = taps.observe(tap, taps.GDN_INTER, torch.cat(readouts))
-    if tap is not None:
-        tap(taps.GDN_STATE, torch.cat(states))
-    out = layout.join(inter + intra @ torch.cat(corrections)).to(v.dtype)
+    scan = Scan(state.flatten(0, 1), [])
 
-    state = torch.cat([state, *reversed(finished)])
-    if layout.order is not None:
-        state = state[torch.argsort(layout.order)]
-    return out, state
+    q, k, v_split, log_decay, beta = (layout.split(x) for x in (q, k, v, log_decay, beta))
+    log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+    limit = MATRICES_AT_ONCE.get(q.device.type, MATRICES_AT_ONCE["cuda"])
+    parts = [list(layout.active)] if tap is not None else groups(layout.active, value_heads, limit)
+    outs, first = [], 0
+    for active in parts:
+        here = slice(first, first + sum(active))
+        first = here.stop
+        narrowed = (x[here].to(dtype).contiguous() for x in (q, k, v_split))
+        outs.append(
+            evaluate(
+                *narrowed, log_decay[here], beta[here].to(dtype),
+                scan=scan, active=active, policy=policy, tap=tap,
+            )
+        )  # fmt: skip
+    out = layout.join(torch.cat(outs)).to(v.dtype)
+
+    state = torch.cat([scan.state, *reversed(scan.finished)]).unflatten(0, (-1, value_heads))
+    return out, state if layout.order is None else state[torch.argsort(layout.order)]
