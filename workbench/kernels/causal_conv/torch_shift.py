@@ -32,6 +32,12 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     width = weight.shape[1]
     tokens = x.shape[1]
+    compute = torch.promote_types(x.dtype, torch.float32)
+    weight = weight.to(compute).T.contiguous()  # [width, channels]: strided rows would cost six times as much
+    if cu_seqlens is None and tokens == 1:
+        frame = with_window(x, window, x.shape[0], width)
+        y = (frame.to(compute) * weight).sum(1, keepdim=True)
+        return F.silu(y).to(x.dtype), frame[:, 1:]
     if cu_seqlens is None:
         extended = with_window(x, window, x.shape[0], width)
         new_window = extended[:, tokens:]
@@ -46,9 +52,7 @@ def run(
         rows, window_rows = packed_rows(bounds, width, x.device)
         new_window = buffer[window_rows]
         shifted = [buffer[rows - (width - 1 - j)][None] for j in range(width)]
-    compute = torch.promote_types(x.dtype, torch.float32)
-    weight = weight.to(compute)
-    y = shifted[0].to(compute) * weight[:, 0]
+    y = shifted[0].to(compute) * weight[0]
     for j in range(1, width):
-        y = torch.addcmul(y, shifted[j].to(compute), weight[:, j])
+        y.addcmul_(shifted[j].to(compute), weight[j])
     return F.silu(y).to(x.dtype), new_window.clone()
