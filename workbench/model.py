@@ -84,6 +84,16 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x, self.weight, eps=self.eps)
 
 
+class Linear(nn.Linear):
+    """x weight^T."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.linear(x, self.weight)
+
+
 class Weight(nn.Module):
     """A module that is one weight: its place in the parameter names is all that matters."""
 
@@ -108,15 +118,15 @@ class GatedDeltaNet(nn.Module):
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
         self.eps = config.rms_norm_eps
-        self.in_proj_qkv = nn.Linear(config.hidden_size, config.conv_dim, bias=False)
-        self.in_proj_z = nn.Linear(config.hidden_size, self.value_dim, bias=False)
-        self.in_proj_b = nn.Linear(config.hidden_size, self.value_heads, bias=False)
-        self.in_proj_a = nn.Linear(config.hidden_size, self.value_heads, bias=False)
+        self.in_proj_qkv = Linear(config.hidden_size, config.conv_dim)
+        self.in_proj_z = Linear(config.hidden_size, self.value_dim)
+        self.in_proj_b = Linear(config.hidden_size, self.value_heads)
+        self.in_proj_a = Linear(config.hidden_size, self.value_heads)
         self.conv1d = Weight(config.conv_dim, 1, config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=torch.float32))
         self.norm = Weight(self.value_head_dim)
-        self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+        self.out_proj = Linear(self.value_dim, config.hidden_size)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
         """`model.half()` and `model.to(dtype)` end here: move the wide parameters, but do not narrow them."""
@@ -131,15 +141,16 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, shared: Pass, cache: DeltaCache | None, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]; `cache` is updated."""
         batch, tokens, _ = x.shape
-        qkv = observe(tap, taps.GDN_QKV, self.in_proj_qkv(x))
-        z = self.in_proj_z(x).view(batch, tokens, self.value_heads, self.value_head_dim)
-        beta = observe(tap, taps.GDN_BETA, torch.sigmoid(self.in_proj_b(x)))
-        raw_gate = self.in_proj_a(x)
+        kernels = shared.kernels
+        qkv = observe(tap, taps.GDN_QKV, self.in_proj_qkv(x, kernels))
+        z = self.in_proj_z(x, kernels).view(batch, tokens, self.value_heads, self.value_head_dim)
+        beta = observe(tap, taps.GDN_BETA, torch.sigmoid(self.in_proj_b(x, kernels)))
+        raw_gate = self.in_proj_a(x, kernels)
         wide = torch.promote_types(x.dtype, torch.float32)
         log_decay = -self.A_log.to(wide).exp() * F.softplus(raw_gate.to(wide) + self.dt_bias.to(wide))
         log_decay = observe(tap, taps.GDN_LOG_DECAY, log_decay)
 
-        mixed, window = shared.kernels.causal_conv(
+        mixed, window = kernels.causal_conv(
             qkv, self.conv1d.weight.squeeze(1), window=None if cache is None else cache.window,
             cu_seqlens=shared.cu_seqlens,
         )  # fmt: skip
@@ -151,16 +162,16 @@ class GatedDeltaNet(nn.Module):
         k = observe(tap, taps.GDN_K, k)
         v = observe(tap, taps.GDN_V, v.reshape(batch, tokens, self.value_heads, self.value_head_dim))
 
-        out, state = shared.kernels.gated_delta_rule(
+        out, state = kernels.gated_delta_rule(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=None if cache is None else cache.state,
             cu_seqlens=shared.cu_seqlens, tap=tap,
         )  # fmt: skip
         if cache is not None:
             cache.window, cache.state = window.detach(), state.detach()
         out = observe(tap, taps.GDN_OUT, out)
-        out = shared.kernels.gated_rms_norm(out, z, self.norm.weight, eps=self.eps)
+        out = kernels.gated_rms_norm(out, z, self.norm.weight, eps=self.eps)
         out = observe(tap, taps.GDN_NORM, out.reshape(batch, tokens, self.value_dim))
-        return self.out_proj(out)
+        return self.out_proj(out, kernels)
 
 
 class GatedAttention(nn.Module):
@@ -171,31 +182,32 @@ class GatedAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )  # fmt: skip
-        self.q_proj = nn.Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, 2 * self.heads * self.head_dim)
+        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | None, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]; `cache` is updated."""
         batch, tokens, _ = x.shape
+        kernels = shared.kernels
         # Each head's rows of q_proj are its query, then its gate.
-        q, gate = self.q_proj(x).view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        q, gate = self.q_proj(x, kernels).view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         gate = observe(tap, taps.ATTN_GATE, gate.reshape(batch, tokens, -1))
-        k = self.k_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        q = observe(tap, taps.ATTN_Q, rotate(self.q_norm(q, shared.kernels), shared.cos, shared.sin))
-        k = observe(tap, taps.ATTN_K, rotate(self.k_norm(k, shared.kernels), shared.cos, shared.sin))
+        k = self.k_proj(x, kernels).view(batch, tokens, self.kv_heads, self.head_dim)
+        v = self.v_proj(x, kernels).view(batch, tokens, self.kv_heads, self.head_dim)
+        q = observe(tap, taps.ATTN_Q, rotate(self.q_norm(q, kernels), shared.cos, shared.sin))
+        k = observe(tap, taps.ATTN_K, rotate(self.k_norm(k, kernels), shared.cos, shared.sin))
         v = observe(tap, taps.ATTN_V, v)
 
         keys, values, key_lengths = self._visible(k, v, shared, cache)
-        out = shared.kernels.attention(
+        out = kernels.attention(
             q, keys, values, scale=self.head_dim**-0.5, key_lengths=key_lengths, cu_seqlens=shared.cu_seqlens, tap=tap
         )
         out = observe(tap, taps.ATTN_OUT, out)
-        return self.o_proj(out.reshape(batch, tokens, -1) * torch.sigmoid(gate))
+        return self.o_proj(out.reshape(batch, tokens, -1) * torch.sigmoid(gate), kernels)
 
     def _visible(
         self, k: Tensor, v: Tensor, shared: Pass, cache: KeyValueCache | None
@@ -236,12 +248,13 @@ class DenseMLP(nn.Module):
 
     def __init__(self, hidden_size: int, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, width)
+        self.up_proj = Linear(hidden_size, width)
+        self.down_proj = Linear(width, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        hidden = F.silu(self.gate_proj(x, kernels)) * self.up_proj(x, kernels)
+        return self.down_proj(hidden, kernels)
 
 
 class DenseBlock(DenseMLP):
@@ -251,7 +264,7 @@ class DenseBlock(DenseMLP):
         super().__init__(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, kernels: Kernels, tap: Tap | None) -> Tensor:
-        return observe(tap, taps.MOE_OUT, super().forward(x))
+        return observe(tap, taps.MOE_OUT, super().forward(x, kernels))
 
 
 class Experts(nn.Module):
@@ -270,20 +283,20 @@ class SparseBlock(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.top_k, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = Linear(config.hidden_size, config.num_experts)
         self.experts = Experts(config)
         self.shared_expert = DenseMLP(config.hidden_size, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.shared_expert_gate = Linear(config.hidden_size, 1)
 
     def forward(self, x: Tensor, kernels: Kernels, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        logits = observe(tap, taps.MOE_LOGITS, self.gate(rows))
+        logits = observe(tap, taps.MOE_LOGITS, self.gate(rows, kernels))
         weights, experts = kernels.routing(logits, top_k=self.top_k, normalise=self.normalise)
         weights = observe(tap, taps.MOE_TOPK, weights)
         routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
-        shared = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        shared = torch.sigmoid(self.shared_expert_gate(rows, kernels)) * self.shared_expert(rows, kernels)
         shared = observe(tap, taps.MOE_SHARED, shared)
         return observe(tap, taps.MOE_OUT, (routed + shared).view_as(x))
 
@@ -320,7 +333,7 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
         mlp = "sparse" if config.is_moe else "dense"
@@ -331,7 +344,7 @@ class MultiTokenPrediction(nn.Module):
         """embedded, hidden [B, T, D] -> [B, T, D]."""
         kernels = shared.kernels
         x = torch.cat([self.pre_fc_norm_embedding(embedded, kernels), self.pre_fc_norm_hidden(hidden, kernels)], dim=-1)
-        x = self.layers[0](self.fc(x), shared, None, tap)
+        x = self.layers[0](self.fc(x, kernels), shared, None, tap)
         return self.norm(x, kernels)
 
 
@@ -350,7 +363,7 @@ class CausalLM(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.mtp_num_hidden_layers:
             self.mtp = MultiTokenPrediction(config)
         self._prefixes = [taps.full_name(i, "") for i in range(config.num_hidden_layers)]
@@ -417,7 +430,8 @@ class CausalLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocabulary]."""
-        return F.linear(hidden, self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight)
+        weight = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return self.kernels.linear(hidden, weight)
 
     def mtp_logits(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Logits of the token after next, [B, T, vocabulary].

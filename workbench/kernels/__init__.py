@@ -6,9 +6,9 @@ the contracts. The functions below it are the same ops for use without a model.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from workbench.kernels import attention as _attention
 from workbench.kernels import causal_conv as _causal_conv
 from workbench.kernels import experts as _experts
 from workbench.kernels import gated_delta_rule as _gated_delta_rule
+from workbench.kernels import linear as _linear
 from workbench.kernels import norms as _norms
 from workbench.kernels import routing as _routing
 from workbench.kernels.registry import Call, Resolution, parse_selection, resolve
@@ -38,6 +39,15 @@ class Attestation:
     refused: tuple[tuple[str, str], ...]
 
 
+@dataclass(slots=True)
+class _Choice:
+    """The backend chosen for one kind of call, and the number of calls."""
+
+    run: Callable[..., Any]
+    resolution: Resolution
+    calls: int = 0
+
+
 class Kernels:
     """Backends chosen per op, resolved before the call, counted.
 
@@ -52,33 +62,38 @@ class Kernels:
             policy = policy if policy is not None else selection.policy
         self.requested = dict(requested)
         self.policy = resolve_policy(policy)
-        self._resolutions: dict[tuple, Resolution] = {}
-        self._calls: Counter[tuple] = Counter()
+        self._choices: dict[tuple, _Choice] = {}
 
-    def _backend(self, op: str, x: Tensor, tokens: int, packed: bool = False):
-        key = (op, x.device.type, x.dtype, tokens, packed, x.requires_grad)
-        resolution = self._resolutions.get(key)
-        if resolution is None:
-            call = Call(op, x.device.type, x.dtype, tokens, packed, x.requires_grad, self.policy)
-            resolution = self._resolutions[key] = resolve(call, self.requested.get(op))
-        self._calls[key] += 1
-        return resolution.backend.run
+    def _backend(
+        self, op: str, x: Tensor, tokens: int, packed: bool = False, needs_grad: bool = False
+    ) -> Callable[..., Any]:
+        needs_grad = needs_grad or x.requires_grad
+        key = (op, tokens, packed, needs_grad, x.dtype, x.device.type)
+        choice = self._choices.get(key)
+        if choice is None:
+            call = Call(op, x.device.type, x.dtype, tokens, packed, needs_grad, self.policy)
+            resolution = resolve(call, self.requested.get(op))
+            choice = self._choices[key] = _Choice(resolution.backend.run, resolution)
+        choice.calls += 1
+        return choice.run
 
     def attestation(self) -> list[Attestation]:
         """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
         rows: dict[tuple, Attestation] = {}
-        for key, calls in self._calls.items():
-            op, device, dtype, tokens, _, _ = key
-            resolution = self._resolutions[key]
+        for (op, tokens, _, _, dtype, device), choice in self._choices.items():
+            if not choice.calls:
+                continue
+            resolution = choice.resolution
             phase = "1" if tokens == 1 else "2 and more"
             group = (op, resolution.backend.name, device, str(dtype).removeprefix("torch."), phase)
-            calls += rows[group].calls if group in rows else 0
+            calls = choice.calls + (rows[group].calls if group in rows else 0)
             rows[group] = Attestation(*group, calls, resolution.reason, resolution.refused)
         return [rows[group] for group in sorted(rows)]
 
     def reset_attestation(self) -> None:
         """Forget the counts (the choices stay)."""
-        self._calls.clear()
+        for choice in self._choices.values():
+            choice.calls = 0
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor,
@@ -90,6 +105,11 @@ class Kernels:
             q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
             policy=self.policy, tap=tap,
         )  # fmt: skip
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `linear.spec`."""
+        needs_grad = weight.requires_grad and torch.is_grad_enabled()
+        return self._backend("linear", x, x.numel() // x.shape[-1], needs_grad=needs_grad)(x, weight)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -120,7 +140,9 @@ class Kernels:
 
     def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `experts.spec`."""
-        return self._backend("experts", x, x.shape[0])(x, weights, experts, gate_up, down)
+        needs_grad = gate_up.requires_grad and torch.is_grad_enabled()
+        run = self._backend("experts", x, x.shape[0], needs_grad=needs_grad)
+        return run(x, weights, experts, gate_up, down)
 
 
 def gated_delta_rule(

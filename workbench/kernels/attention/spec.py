@@ -23,7 +23,7 @@ OP = "attention"
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_sdpa", "reference")
+    return ("torch_onednn", "torch_sdpa", "reference")
 
 
 def sequences(

@@ -22,18 +22,20 @@ from workbench.kernels.registry import Call
 
 OP = "experts"
 
-#: Up to this many tokens the experts hit are gathered and multiplied in one batch.
-GATHER_TOKENS = 4
+#: Up to this many tokens pairs are cheaper than segments.
+PAIR_TOKENS = 4
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_gathered", "torch_sorted") if call.tokens <= GATHER_TOKENS else ("torch_sorted", "torch_gathered")
+    if call.tokens <= PAIR_TOKENS:
+        return ("torch_pairs", "torch_gathered", "torch_sorted")
+    return ("torch_onednn", "torch_sorted", "torch_gathered")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [..., 2I], gate first -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)  # in place: the product takes the place of the activation
 
 
 def example(

@@ -1,12 +1,15 @@
-"""Pairs sorted by expert, one matrix product per expert that is hit, activation once over all pairs.
+"""Pairs sorted by expert, one matrix product per expert that is hit.
 
-One host synchronisation: the segment lengths. The sum over the experts of a token is a gather and a sum in rank
-order, so it has no atomics and the same result every time.
+One host synchronisation: the segment lengths. The sum over the experts of a token is a weighted gather in rank order,
+so it has no atomics and the same result every time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.kernels.experts.spec import swiglu
@@ -17,16 +20,39 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_segments(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    product: Callable[[Tensor, Tensor], Tensor],
+    multiple: int,
+) -> Tensor:
+    """The op of `spec` with product(rows, weight) = rows weight^T over segments of whole `multiple` rows.
+
+    Segments are filled up with token 0, whose surplus results nobody reads.
+    """
     tokens, top_k = experts.shape
-    flat = experts.flatten()
-    order = torch.argsort(flat, stable=True)  # [pairs], pair p = token * A + rank
-    segments = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    hit = [expert for expert, length in enumerate(segments) if length]
-    lengths = [segments[expert] for expert in hit]
-    rows = x[order // top_k].split(lengths)
-    hidden = swiglu(torch.cat([row @ gate_up[expert].T for expert, row in zip(hit, rows, strict=True)]))
-    out = torch.cat([row @ down[expert].T for expert, row in zip(hit, hidden.split(lengths), strict=True)])
-    position = torch.empty_like(order)
-    position[order] = torch.arange(tokens * top_k, device=x.device)  # pair -> its row in `out`
-    return (out[position].view(tokens, top_k, -1) * weights[..., None]).sum(1).to(x.dtype)
+    flat = experts.flatten()  # pair p = token * A + rank
+    ordered, order = torch.sort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=gate_up.shape[0])
+    padded = (counts + multiple - 1) // multiple * multiple
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # [E], how far a segment moves for the padding
+    row = torch.arange(len(flat), device=x.device) + shift[ordered]  # of each sorted pair
+    lengths = padded.tolist()
+    source = order.new_zeros(sum(lengths)).scatter_(0, row, order // top_k)
+    position = torch.empty_like(order).scatter_(0, order, row)  # pair -> its row
+
+    outs = []
+    for expert, index in enumerate(source.split(lengths)):
+        if len(index):
+            hidden = swiglu(product(x.index_select(0, index), gate_up[expert]))
+            outs.append(product(hidden, down[expert]))
+    rows = torch.cat(outs)
+    return F.embedding_bag(position.view(tokens, top_k), rows, mode="sum", per_sample_weights=weights).to(x.dtype)
+
+
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return by_segments(x, weights, experts, gate_up, down, product=F.linear, multiple=1)

@@ -14,5 +14,9 @@ from workbench.kernels.registry import Call
 OP = "routing"
 
 
+#: From this many tokens on a search per chosen expert is cheaper than a sort per token.
+SEARCH_TOKENS = 32
+
+
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_sort",)
+    return ("torch_max", "torch_sort") if call.tokens >= SEARCH_TOKENS else ("torch_sort", "torch_max")

@@ -1,0 +1,70 @@
+"""Attention in blocks of queries with oneDNN's products: for long fp32 prefills on a CPU, no backward pass.
+
+torch's fused attention sends its fp32 products to MKL; see `linear.torch_onednn` for what that costs. A block of
+queries meets only the keys that it can see, and its scores stay in the second-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workbench import taps
+from workbench.kernels.attention import spec
+from workbench.kernels.linear.torch_onednn import product, refusal
+from workbench.kernels.registry import Call
+from workbench.taps import Tap
+
+#: Below this many queries the calls and the compilation of new shapes outweigh the gain.
+LEAST_QUERIES = 512
+#: Rows of a block: queries times the heads that share a key head.
+BLOCK_ROWS = 128
+
+
+def supports(call: Call) -> str | None:
+    if call.packed:
+        return "written for sequences of one length"
+    return refusal(call, LEAST_QUERIES)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One sequence and key head: q [T, group, head_dim], k, v [L, head_dim], T <= L -> [T, group, head_dim]."""
+    tokens, group, head_dim = q.shape
+    past = k.shape[0] - tokens
+    q, k, v = q.transpose(0, 1) * scale, k.contiguous(), v.contiguous()
+    rows = max(BLOCK_ROWS // group, 1)
+    above = torch.full((rows, rows), -torch.inf).triu_(1)  # future keys of a block lie in its last columns
+    out = q.new_empty(group, tokens, head_dim)
+    for start in range(0, tokens, rows):
+        stop = min(start + rows, tokens)
+        count, visible = stop - start, past + stop
+        scores = product(q[:, start:stop].reshape(-1, head_dim), k[:visible]).view(group, count, visible)
+        scores[..., past + start :].add_(above[:count, :count])
+        weights = torch.softmax(scores, dim=-1).view(-1, visible)
+        out[:, start:stop] = product(weights, v[:visible].T).view(group, count, head_dim)
+    return out.transpose(0, 1)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    key_lengths: Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    tap: Tap | None = None,
+) -> Tensor:
+    kv_heads = k.shape[2]
+    group = q.shape[2] // kv_heads
+    if tap is not None:
+        keys = k.repeat_interleave(group, dim=2)
+        tap(taps.ATTN_SCORES, torch.einsum("bthd,bshd->bhts", q, keys) * scale)
+    out = torch.empty_like(q)
+    for s, (query, key, value) in enumerate(spec.sequences(q, k, v, key_lengths, cu_seqlens)):
+        for h in range(kv_heads):
+            heads = slice(h * group, (h + 1) * group)
+            out[s, :, heads] = attend(query[0, :, heads], key[0, :, h], value[0, :, h], scale)
+    return out
