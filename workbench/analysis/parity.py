@@ -1,4 +1,4 @@
-"""How far two results are apart: the gated delta rule against its fp64 oracle, logits against logits."""
+"""How far the gated delta rule of each layer is from its fp64 oracle, under each policy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.errors import InputError
 from workbench.kernels import gated_delta_rule
+from workbench.kernels.agreement import relative_error, worst_row
 from workbench.kernels.gated_delta_rule.reference import oracle
 
 #: Tap points of one layer that hold the inputs of the op, by the name of the argument.
@@ -34,55 +35,6 @@ ERROR_HEADINGS = {
 }
 
 
-def relative_error(x: Tensor, reference: Tensor) -> float:
-    """norm(x - reference) / norm(reference), Frobenius, in float64; 0 for 0 / 0, NaN where `x` is not finite.
-
-    Raises InputError for different shapes and for a reference that is not finite.
-    """
-    if x.shape != reference.shape:
-        raise InputError(f"relative error: expected shape {tuple(reference.shape)}, found {tuple(x.shape)}")
-    x, reference = x.double(), reference.double()
-    if not torch.isfinite(reference).all():
-        raise InputError("relative error: expected a finite reference, found NaN or Inf in it")
-    if not torch.isfinite(x).all():
-        return math.nan
-    difference, size = (
-        torch.linalg.vector_norm(x - reference).item(),
-        torch.linalg.vector_norm(reference).item(),
-    )
-    return 0.0 if difference == 0.0 else difference / size if size else math.inf
-
-
-def worst_row(x: Tensor, reference: Tensor) -> tuple[float, tuple[int, ...] | None]:
-    """Largest `relative_error` of one row (last axis) and its index; rows of a zero reference are left out.
-
-    For information beside `relative_error`: a single small row reaches 1e-2 on correct code. (NaN, index of
-    the first such row) where `x` is not finite, (0.0, None) where no row can be judged.
-    """
-    x, reference = x.double(), reference.double()
-    bad = (~torch.isfinite(x)).any(-1)
-    if bad.any():
-        return math.nan, tuple(bad.nonzero()[0].tolist())
-    size = torch.linalg.vector_norm(reference, dim=-1)
-    ratio = torch.where(size > 0, torch.linalg.vector_norm(x - reference, dim=-1) / size, 0.0)
-    if not ratio.any():
-        return 0.0, None
-    flat = int(ratio.flatten().argmax())
-    return ratio.max().item(), tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape))
-
-
-def logit_parity(logits: Tensor, reference: Tensor) -> float:
-    """max |logits - reference| / max |reference|, in float64; NaN where `logits` is not finite."""
-    if logits.shape != reference.shape:
-        raise InputError(
-            f"logit parity: expected shape {tuple(reference.shape)}, found {tuple(logits.shape)}"
-        )
-    if not torch.isfinite(logits).all():
-        return math.nan
-    reference = reference.double()
-    return ((logits.double() - reference).abs().max() / reference.abs().max()).item()
-
-
 def kept_inputs(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """Layer -> arguments of its gated delta rule, from what a trace kept with KEEP_DELTA_RULE_INPUTS."""
     layers = sorted({layer for layer, tap in map(taps.split_name, tensors) if tap in ARGUMENT_TAPS.values()})
@@ -97,6 +49,11 @@ def kept_inputs(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     }
 
 
+def _or_missing(error: float) -> float:
+    """Tables and JSON have no infinity: what is not finite has no accuracy to state."""
+    return error if math.isfinite(error) else math.nan
+
+
 def delta_rule_errors(
     tensors: Mapping[str, Tensor], policies: Collection[str], backend: str = "torch_chunk"
 ) -> pd.DataFrame:
@@ -104,24 +61,23 @@ def delta_rule_errors(
     policy.
 
     `tensors` are what a trace of one forward pass without cache kept with KEEP_DELTA_RULE_INPUTS. Columns:
-    layer, policy, error_out and error_state (`relative_error`; NaN where not finite), worst_row,
-    worst_token, worst_head (see `worst_row`; sequence 0 has its token number, later ones too), bad_out
-    (share of the output that is not finite).
+    layer, policy, error_out and error_state (`relative_error`; NaN, a missing value, where the result is not
+    finite), worst_row, worst_token and worst_head (see `worst_row`; the token is that of its own sequence),
+    bad_out (share of the output that is not finite).
     """
     rows = []
     for layer, inputs in kept_inputs(tensors).items():
         exact_out, exact_state = oracle(**inputs)
         for policy in policies:
             out, state = gated_delta_rule(**inputs, policy=policy, backend=backend)
-            worst, index = worst_row(out, exact_out)
-            _, token, head = index if index is not None else (None, None, None)
+            (_, token, head), worst = worst_row(out, exact_out)
             rows.append(
                 {
                     "layer": layer,
                     "policy": policy,
-                    "error_out": relative_error(out, exact_out),
-                    "error_state": relative_error(state, exact_state),
-                    "worst_row": worst,
+                    "error_out": _or_missing(relative_error(out, exact_out)),
+                    "error_state": _or_missing(relative_error(state, exact_state)),
+                    "worst_row": _or_missing(worst),
                     "worst_token": token,
                     "worst_head": head,
                     "bad_out": (~torch.isfinite(out)).double().mean().item(),
