@@ -11,7 +11,7 @@ import workbench
 from workbench.analysis.gates import gate_table
 from workbench.analysis.language import unigram_perplexity
 from workbench.numerics import EXP_OVERFLOW
-from workbench.quality import draft_acceptance, perplexity
+from workbench.quality import draft_acceptance, perplexity, windows
 from workbench.tokenizer import Tokenizer
 from workbench.training.corpus import read_documents
 from workbench.training.tokenize import encode_documents, read_tokenizer
@@ -85,18 +85,11 @@ def test_trained_heads_range_from_long_memory_to_past_the_float32_exponent(model
 
 def test_every_expert_of_every_layer_serves_some_heldout_token(model, heldout):
     used = torch.zeros(len(model.layers), model.config.num_experts, dtype=torch.bool)
-    handles = []
-    for index, layer in enumerate(model.layers):
-
-        def record(module, inputs, logits, index=index):
+    for rows in windows(heldout, 512)[:40].split(8):
+        with workbench.trace(model, keep=["layers.*.moe.logits"]) as trace, torch.inference_mode():
+            model(rows[:, :-1], use_cache=False)
+        for index, logits in enumerate(trace.tensors.values()):
             used[index, logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten()] = True
-
-        handles.append(layer.mlp.gate.register_forward_hook(record))
-    try:
-        perplexity(model, heldout[: 40 * 512 + 1])
-    finally:
-        for handle in handles:
-            handle.remove()
     assert bool(used.all()), (~used).nonzero().tolist()
 
 
