@@ -85,7 +85,7 @@ def test_trained_heads_range_from_long_memory_to_past_the_float32_exponent(model
 
 def test_every_expert_of_every_layer_serves_some_heldout_token(model, heldout):
     used = torch.zeros(len(model.layers), model.config.num_experts, dtype=torch.bool)
-    for rows in windows(heldout, 512)[:40].split(8):
+    for rows in windows(heldout, 512)[:20].split(4):
         with workbench.trace(model, keep=["layers.*.moe.logits"]) as trace, torch.inference_mode():
             model(rows[:, :-1], use_cache=False)
         for index, logits in enumerate(trace.tensors.values()):
