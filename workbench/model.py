@@ -7,8 +7,9 @@ Layers compute only through `Kernels` (which backend runs) and show what they co
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,14 @@ class Pass:
 
 def l2_norm(x: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + 1e-6) over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+    return x * x.square().sum(-1, keepdim=True).add_(L2_NORM_EPS).rsqrt_()
+
+
+@functools.lru_cache(maxsize=8)
+def inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-2j / rotary_dim) in fp32, [rotary_dim / 2]."""
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponents
 
 
 def rotary_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -60,8 +68,8 @@ def rotary_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) ->
 
     Angles are taken in fp32. Text positions are equal in all three sections of M-RoPE, which makes it ordinary RoPE.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32) / config.rotary_dim
-    angles = positions[..., None, None].float() * (1.0 / config.rope_theta**exponents)
+    frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, positions.device)
+    angles = positions[..., None, None].float() * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -92,6 +100,38 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight)
+
+
+class Joint:
+    """Projections of one input, computed as one product where their weights lie one after another in memory.
+
+    `lay_out` puts them there: the weights stay parameters of their own and become views of one matrix. Whatever
+    replaces one of them (a cast, a move, an assignment) leaves separate products until the next `lay_out`.
+    """
+
+    def __init__(self, *layers: Linear):
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.matrix: Tensor | None = None
+        self.pointers: list[int] = []
+
+    def lay_out(self) -> None:
+        weights = [layer.weight for layer in self.layers]
+        if len({(weight.dtype, weight.device) for weight in weights}) > 1 or weights[0].is_meta:
+            self.matrix = None
+            return
+        self.matrix = torch.cat([weight.detach() for weight in weights])
+        for weight, rows in zip(weights, self.matrix.split(self.sizes), strict=True):
+            weight.data = rows
+        self.pointers = [weight.data_ptr() for weight in weights]
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Sequence[Tensor]:
+        """x [..., D] -> one [..., rows] per layer."""
+        weights = [layer.weight for layer in self.layers]
+        is_apart = self.matrix is None or [weight.data_ptr() for weight in weights] != self.pointers
+        if is_apart or (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+            return [layer(x, kernels) for layer in self.layers]
+        return kernels.linear(x, self.matrix).split_with_sizes(self.sizes, -1)
 
 
 class Weight(nn.Module):
@@ -127,6 +167,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=torch.float32))
         self.norm = Weight(self.value_head_dim)
         self.out_proj = Linear(self.value_dim, config.hidden_size)
+        self.joint = Joint(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
         """`model.half()` and `model.to(dtype)` end here: move the wide parameters, but do not narrow them."""
@@ -142,12 +183,12 @@ class GatedDeltaNet(nn.Module):
         """x [B, T, D] -> [B, T, D]; `cache` is updated."""
         batch, tokens, _ = x.shape
         kernels = shared.kernels
-        qkv = observe(tap, taps.GDN_QKV, self.in_proj_qkv(x, kernels))
-        z = self.in_proj_z(x, kernels).view(batch, tokens, self.value_heads, self.value_head_dim)
-        beta = observe(tap, taps.GDN_BETA, torch.sigmoid(self.in_proj_b(x, kernels)))
-        raw_gate = self.in_proj_a(x, kernels)
+        qkv, z, raw_beta, raw_gate = self.joint(x, kernels)
+        qkv = observe(tap, taps.GDN_QKV, qkv)
+        z = z.view(batch, tokens, self.value_heads, self.value_head_dim)
+        beta = observe(tap, taps.GDN_BETA, torch.sigmoid(raw_beta))
         wide = torch.promote_types(x.dtype, torch.float32)
-        log_decay = -self.A_log.to(wide).exp() * F.softplus(raw_gate.to(wide) + self.dt_bias.to(wide))
+        log_decay = -self.A_log.exp() * F.softplus(raw_gate.to(wide) + self.dt_bias)
         log_decay = observe(tap, taps.GDN_LOG_DECAY, log_decay)
 
         mixed, window = kernels.causal_conv(
@@ -155,7 +196,7 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens=shared.cu_seqlens,
         )  # fmt: skip
         mixed = observe(tap, taps.GDN_CONV, mixed)
-        qk, v = mixed.split([2 * self.key_dim, self.value_dim], dim=-1)
+        qk, v = mixed.split_with_sizes([2 * self.key_dim, self.value_dim], -1)
         qk = l2_norm(qk.to(wide).view(batch, tokens, 2 * self.key_heads, self.key_head_dim))
         q, k = qk.split(self.key_heads, dim=2)
         q = observe(tap, taps.GDN_Q, q * self.key_head_dim**-0.5)
@@ -188,16 +229,18 @@ class GatedAttention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.joint = Joint(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | None, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]; `cache` is updated."""
         batch, tokens, _ = x.shape
         kernels = shared.kernels
+        q, k, v = self.joint(x, kernels)
         # Each head's rows of q_proj are its query, then its gate.
-        q, gate = self.q_proj(x, kernels).view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        q, gate = q.view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         gate = observe(tap, taps.ATTN_GATE, gate.reshape(batch, tokens, -1))
-        k = self.k_proj(x, kernels).view(batch, tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x, kernels).view(batch, tokens, self.kv_heads, self.head_dim)
+        k = k.view(batch, tokens, self.kv_heads, self.head_dim)
+        v = v.view(batch, tokens, self.kv_heads, self.head_dim)
         q = observe(tap, taps.ATTN_Q, rotate(self.q_norm(q, kernels), shared.cos, shared.sin))
         k = observe(tap, taps.ATTN_K, rotate(self.k_norm(k, kernels), shared.cos, shared.sin))
         v = observe(tap, taps.ATTN_V, v)
@@ -252,19 +295,18 @@ class DenseMLP(nn.Module):
         self.up_proj = Linear(hidden_size, width)
         self.down_proj = Linear(width, hidden_size)
 
-    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
-        hidden = F.silu(self.gate_proj(x, kernels)) * self.up_proj(x, kernels)
-        return self.down_proj(hidden, kernels)
-
 
 class DenseBlock(DenseMLP):
     """The MLP of a dense layer."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config.hidden_size, config.intermediate_size)
+        self.joint = Joint(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor, kernels: Kernels, tap: Tap | None) -> Tensor:
-        return observe(tap, taps.MOE_OUT, super().forward(x, kernels))
+        """x [B, T, D] -> [B, T, D]."""
+        gate, up = self.joint(x, kernels)
+        return observe(tap, taps.MOE_OUT, self.down_proj(F.silu(gate) * up, kernels))
 
 
 class Experts(nn.Module):
@@ -287,16 +329,20 @@ class SparseBlock(nn.Module):
         self.experts = Experts(config)
         self.shared_expert = DenseMLP(config.hidden_size, config.shared_expert_intermediate_size)
         self.shared_expert_gate = Linear(config.hidden_size, 1)
+        self.joint = Joint(
+            self.gate, self.shared_expert_gate, self.shared_expert.gate_proj, self.shared_expert.up_proj
+        )
 
     def forward(self, x: Tensor, kernels: Kernels, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        logits = observe(tap, taps.MOE_LOGITS, self.gate(rows, kernels))
+        logits, share, gate, up = self.joint(rows, kernels)
+        logits = observe(tap, taps.MOE_LOGITS, logits)
         weights, experts = kernels.routing(logits, top_k=self.top_k, normalise=self.normalise)
         weights = observe(tap, taps.MOE_TOPK, weights)
         routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
-        shared = torch.sigmoid(self.shared_expert_gate(rows, kernels)) * self.shared_expert(rows, kernels)
+        shared = torch.sigmoid(share) * self.shared_expert.down_proj(F.silu(gate) * up, kernels)
         shared = observe(tap, taps.MOE_SHARED, shared)
         return observe(tap, taps.MOE_OUT, (routed + shared).view_as(x))
 
@@ -307,7 +353,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, mixer: str, mlp: str):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if mixer == "linear_attention":
+        self.is_linear = mixer == "linear_attention"
+        if self.is_linear:
             self.linear_attn = GatedDeltaNet(config)
         else:
             self.self_attn = GatedAttention(config)
@@ -316,7 +363,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> GatedDeltaNet | GatedAttention:
-        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+        return self.linear_attn if self.is_linear else self.self_attn
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | DeltaCache | None, tap: Tap | None) -> Tensor:
         normed = observe(tap, taps.INPUT_NORM, self.input_layernorm(x, shared.kernels))
@@ -367,6 +414,19 @@ class CausalLM(nn.Module):
         if config.mtp_num_hidden_layers:
             self.mtp = MultiTokenPrediction(config)
         self._prefixes = [taps.full_name(i, "") for i in range(config.num_hidden_layers)]
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        for module in self.modules():
+            joint = getattr(module, "joint", None)
+            if joint is not None:
+                joint.lay_out()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalLM:
+        """Every cast and move ends here and gives each weight memory of its own."""
+        super()._apply(fn, recurse)
+        self._lay_out()
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -68,7 +68,7 @@ class Kernels:
         self, op: str, x: Tensor, tokens: int, packed: bool = False, needs_grad: bool = False
     ) -> Callable[..., Any]:
         needs_grad = needs_grad or x.requires_grad
-        key = (op, tokens, packed, needs_grad, x.dtype, x.device.type)
+        key = (op, tokens, packed, needs_grad, x.dtype, x.device)
         choice = self._choices.get(key)
         if choice is None:
             call = Call(op, x.device.type, x.dtype, tokens, packed, needs_grad, self.policy)
@@ -85,7 +85,7 @@ class Kernels:
                 continue
             resolution = choice.resolution
             phase = "1" if tokens == 1 else "2 and more"
-            group = (op, resolution.backend.name, device, str(dtype).removeprefix("torch."), phase)
+            group = (op, resolution.backend.name, device.type, str(dtype).removeprefix("torch."), phase)
             calls = choice.calls + (rows[group].calls if group in rows else 0)
             rows[group] = Attestation(*group, calls, resolution.reason, resolution.refused)
         return [rows[group] for group in sorted(rows)]

@@ -349,7 +349,8 @@ def run(
     bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
     layout = chunk_layout(batch, tokens, min(policy.chunk, tokens), bounds, q.device)
     if initial_state is None:
-        state = torch.zeros(layout.active[0], value_heads, key_dim, value_dim, dtype=dtype, device=q.device)
+        sequences = batch if bounds is None else len(bounds) - 1
+        state = torch.zeros(sequences, value_heads, key_dim, value_dim, dtype=dtype, device=q.device)
     else:
         state = initial_state.to(dtype)
         state = state if layout.order is None else state[layout.order]

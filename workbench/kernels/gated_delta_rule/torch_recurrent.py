@@ -16,15 +16,17 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of every sequence.
+def step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of every sequence and value head, P pairs of them.
 
-    q, k [S, V, 1, K], v [S, V, 1, W], decay, beta [S, V, 1, 1], state [S, V, K, W] -> (out [S, V, 1, W], new state)
+    q, k [P, 1, K], v [P, 1, W], decay, beta [P, 1, 1], state [P, K, W] -> (out [P, 1, W], new state)
     """
     state = state * decay
-    delta = beta * (v - k @ state)
-    state = state + k.transpose(-1, -2) * delta
-    return q @ state, state
+    delta = (v - torch.bmm(k, state)) * beta
+    state = torch.addcmul(state, k.transpose(1, 2), delta)
+    return torch.bmm(q, state), state
 
 
 def run(
@@ -45,11 +47,13 @@ def run(
     compute = torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype)))
     group = value_heads // key_heads
     if group > 1:
-        q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
-    q, k, values = (x.to(compute).unsqueeze(3) for x in (q, k, v))  # [B, T, V, 1, K or W]
-    decay = log_decay.to(compute).exp()[..., None, None]  # [B, T, V, 1, 1]
-    beta = beta.to(compute)[..., None, None]
-
+        q, k = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (q, k))
+    pairs = batch * value_heads
+    # [T pairs, 1, ...], so that a token is one slice: tokens of packed sequences have B = 1.
+    q, k, values, decay, beta = (
+        x.to(compute).transpose(0, 1).reshape(tokens * pairs, 1, -1)
+        for x in (q, k, v, log_decay.to(compute).exp(), beta)
+    )
     bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
     sequences = batch if bounds is None else len(bounds) - 1
     if initial_state is None:
@@ -58,21 +62,17 @@ def run(
         state = initial_state.to(compute)
 
     if tokens == 1:
-        out, state = step(q[:, 0], k[:, 0], values[:, 0], decay[:, 0], beta[:, 0], state)
-        out = out.transpose(1, 2)
-    elif bounds is None:
-        outs = []
-        for t in range(tokens):
-            out_t, state = step(q[:, t], k[:, t], values[:, t], decay[:, t], beta[:, t], state)
-            outs.append(out_t.squeeze(2))
-        out = torch.stack(outs, dim=1)
+        out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim))
     else:
         outs, states = [], []
-        for sequence, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            current = state[sequence : sequence + 1]
-            for t in range(start, stop):
-                out_t, current = step(q[:, t], k[:, t], values[:, t], decay[:, t], beta[:, t], current)
-                outs.append(out_t.squeeze(2))
+        for sequence, part in enumerate([(0, tokens)] if bounds is None else zip(bounds, bounds[1:], strict=False)):
+            current = (state if bounds is None else state[sequence]).reshape(pairs, key_dim, value_dim)
+            for t in range(*part):
+                here = slice(t * pairs, (t + 1) * pairs)
+                out, current = step(q[here], k[here], values[here], decay[here], beta[here], current)
+                outs.append(out)
             states.append(current)
-        out, state = torch.stack(outs, dim=1), torch.cat(states)
+        out, state = torch.cat(outs), torch.cat(states)
+    out = out.view(tokens, batch, value_heads, value_dim).transpose(0, 1)
+    state = state.view(sequences, value_heads, key_dim, value_dim)
     return out.to(v.dtype), taps.observe(tap, taps.GDN_STATE, state)
