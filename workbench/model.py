@@ -470,10 +470,8 @@ class CausalLM(nn.Module):
             if not bool(attention_mask.all()):
                 return self._forward_padded(input_ids, attention_mask.bool(), cache, use_cache)
         batch, tokens = input_ids.shape
-        shared = self._pass(batch, tokens, cache.lengths if cache is not None else None, cu_seqlens)
-        if cache is not None:
-            cache.check(len(shared.lengths))
-        elif use_cache:
+        shared = self._pass(batch, tokens, cache, cu_seqlens)
+        if cache is None and use_cache:
             cache = Cache.empty(self.config, len(shared.lengths), device=self.device, dtype=self.dtype)
 
         tap = self.tap
@@ -560,7 +558,7 @@ class CausalLM(nn.Module):
                 f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, found {int(ids.min())} to {int(ids.max())}"
             )
 
-    def _pass(self, batch: int, tokens: int, lengths: list[int] | None, cu_seqlens: Tensor | None) -> Pass:
+    def _pass(self, batch: int, tokens: int, cache: Cache | None, cu_seqlens: Tensor | None) -> Pass:
         bounds = None
         if cu_seqlens is not None:
             cu_seqlens = torch.as_tensor(cu_seqlens).cpu()
@@ -571,8 +569,9 @@ class CausalLM(nn.Module):
                     f"found {bounds} over {batch} rows"
                 )
         sequences = batch if bounds is None else len(bounds) - 1
-        if lengths is None:
-            lengths = [0] * sequences
+        if cache is not None:
+            cache.check(sequences)
+        lengths = [0] * sequences if cache is None else cache.lengths
         if bounds is not None:
             position_list = [
                 torch.arange(n, n + b - a) for n, a, b in zip(lengths, bounds, bounds[1:], strict=False)
