@@ -6,6 +6,7 @@ experts because the probabilities at the cut are closer than `TIE_MARGIN`, both 
 differ by what the experts do: that token and those after it are printed, counted and left out.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +225,9 @@ class Comparison:
 
 
 def write_random(path: Path, config: ModelConfig, start: str) -> None:
-    """`start` is a decay of `init_weights`, or `scattered`: realistic, and norms that are not neutral."""
+    """`start` is a decay of `init_weights`, or `scattered`: branches count for more, norms are drawn."""
+    if start == "scattered":
+        config = dataclasses.replace(config, initializer_range=0.04)
     model = CausalLM(config).init_weights(5, "realistic" if start == "scattered" else start)
     if start == "scattered":
         generator = torch.Generator().manual_seed(6)
