@@ -19,8 +19,9 @@ from workbench.taps import Tap
 
 #: Below this many queries the calls and the compilation of new shapes outweigh the gain.
 LEAST_QUERIES = 512
-#: Rows of a block: queries times the heads that share a key head.
-BLOCK_ROWS = 128
+#: Rows of a block of scores are queries times the heads that share a key head: as many as keep it in the cache.
+BLOCK_ELEMENTS = 2**18
+MOST_ROWS, ROW_STEP = 256, 64
 
 
 def supports(call: Call) -> str | None:
@@ -34,16 +35,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     tokens, group, head_dim = q.shape
     past = k.shape[0] - tokens
     q, k, v = q.transpose(0, 1) * scale, k.contiguous(), v.contiguous()
-    rows = max(BLOCK_ROWS // group, 1)
-    above = torch.full((rows, rows), -torch.inf).triu_(1)  # future keys of a block lie in its last columns
     out = q.new_empty(group, tokens, head_dim)
-    for start in range(0, tokens, rows):
-        stop = min(start + rows, tokens)
+    start = 0
+    while start < tokens:
+        rows = min(BLOCK_ELEMENTS // (past + start + 1), MOST_ROWS) // ROW_STEP * ROW_STEP
+        stop = min(start + max(max(rows, ROW_STEP) // group, 1), tokens)
         count, visible = stop - start, past + stop
         scores = product(q[:, start:stop].reshape(-1, head_dim), k[:visible]).view(group, count, visible)
-        scores[..., past + start :].add_(above[:count, :count])
+        # Keys of the future lie in the last columns.
+        scores[..., past + start :].add_(torch.full((count, count), -torch.inf).triu_(1))
         weights = torch.softmax(scores, dim=-1).view(-1, visible)
         out[:, start:stop] = product(weights, v[:visible].T).view(group, count, head_dim)
+        start = stop
     return out.transpose(0, 1)
 
 

@@ -23,7 +23,7 @@ OP = "causal_conv"
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_shift",)
+    return ("torch_depthwise", "torch_shift")
 
 
 def with_window(x: Tensor, window: Tensor | None, sequences: int, width: int) -> Tensor:

@@ -27,6 +27,15 @@ def packed_rows(bounds: list[int], width: int, device: torch.device) -> tuple[Te
     return torch.cat(tokens).to(device), torch.stack(windows).to(device)
 
 
+def packed_buffer(x: Tensor, window: Tensor | None, bounds: list[int], width: int) -> Tensor:
+    """The window and the tokens of each sequence in turn, [total + S (width - 1), channels]."""
+    sequences = len(bounds) - 1
+    if window is None:
+        window = x.new_zeros(sequences, width - 1, x.shape[-1])
+    parts = [part for i in range(sequences) for part in (window[i], x[0, bounds[i] : bounds[i + 1]])]
+    return torch.cat(parts)
+
+
 def run(
     x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -44,11 +53,7 @@ def run(
         shifted = [extended[:, j : j + tokens] for j in range(width)]
     else:
         bounds = cu_seqlens.tolist()
-        sequences = len(bounds) - 1
-        if window is None:
-            window = x.new_zeros(sequences, width - 1, x.shape[-1])
-        parts = [part for i in range(sequences) for part in (window[i], x[0, bounds[i] : bounds[i + 1]])]
-        buffer = torch.cat(parts)  # [total + S (width - 1), channels]
+        buffer = packed_buffer(x, window, bounds, width)
         rows, window_rows = packed_rows(bounds, width, x.device)
         new_window = buffer[window_rows]
         shifted = [buffer[rows - (width - 1 - j)][None] for j in range(width)]

@@ -65,8 +65,7 @@ class ChunkLayout:
         return x.transpose(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
-        """[M, heads, C, W] -> [B, T, heads, W], padding rows dropped."""
-        x = x.transpose(1, 2)  # [M, C, heads, W]
+        """[M, C, heads, W] -> [B, T, heads, W], padding rows dropped."""
         tail = x.shape[2:]
         if self.rows is None:
             x = x.reshape(len(self.active), self.batch, self.chunk, *tail).transpose(0, 1)
@@ -132,12 +131,12 @@ class Exponents:
 
 def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tensor:
     """D [M, V, C, C] in `dtype`, in the exponent form named by the policy."""
-    rows = exponents.cumsum.shape[-1]
-    upper = torch.ones(rows, rows, dtype=torch.bool, device=exponents.cumsum.device).triu_(1)
+    rows, device = exponents.cumsum.shape[-1], exponents.cumsum.device
     if form == "difference_then_mask":
         # Adding -inf above the diagonal is the mask: a masked fill takes seven times as long on a CPU.
-        mask = torch.zeros(rows, rows, dtype=dtype, device=upper.device).masked_fill_(upper, -torch.inf)
+        mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1)
         return exponents.exp(exponents.differences.to(dtype) + mask, dtype)
+    upper = torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
     if form in ("factored", "factored_mask_after"):
         rising, falling = exponents.exp(exponents.cumsum, dtype), exponents.exp(-exponents.cumsum, dtype)
         decay = rising[..., :, None] * falling[..., None, :]
@@ -241,7 +240,7 @@ def evaluate(
     policy: NumericsPolicy,
     tap: Tap | None,
 ) -> Tensor:
-    """Chunks of consecutive steps: `active[n]` of them in step n. Moves `scan` on, returns the output [M, V, C, W].
+    """Chunks of consecutive steps: `active[n]` of them in step n. Moves `scan` on, returns the output [M, C, V, W].
 
     q, k [M, H, C, K], v [M, V, C, W] and beta [M, V, C] in the dtype of the arithmetic, log_decay [M, V, C] in fp32
     or better.
@@ -312,7 +311,8 @@ def evaluate(
         tap(taps.GDN_STATE, torch.cat(left).unflatten(0, (-1, value_heads)))
     inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view_as(v)
     inter = taps.observe(tap, taps.GDN_INTER, inter)
-    return torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections)).view_as(v)
+    out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections)).view_as(v)
+    return out.transpose(1, 2).contiguous()
 
 
 #: Chunks times value heads that are evaluated together: few enough for the caches of a CPU, many enough for a GPU,
