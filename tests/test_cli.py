@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -122,8 +123,14 @@ BAD_INPUTS = [
     ),
     (["trace", "{checkpoint}", "--ids", "1", "--dtype", "float8"], "dtype: expected one of float64, float32"),
     (["inspect", "{checkpoint}", "--dtype", "int8"], "dtype: expected one of"),
-    (["trace", "{checkpoint}", "--ids", "1", "--device", "tpu"], "--device: expected cpu, cuda or cuda:N"),
-    (["trace", "{checkpoint}", "--ids", "1", "--device", "cuda:77"], "--device cuda:77: expected one of"),
+    (["trace", "{checkpoint}", "--ids", "1", "--device", "tpu"], "device: expected cpu, cuda or cuda:N"),
+    (["trace", "{checkpoint}", "--ids", "1", "--device", "cuda:77"], "device cuda:77: expected a CUDA"),
+    (["trace", "{checkpoint}", "--ids", "1", "--device", "cpu:99999999999"], "device: expected cpu, cuda"),
+    (["trace", "{checkpoint}", "--ids", "1", "--policy", "{wrong}"], "field exponent: expected one of"),
+    (["trace", "{checkpoint}", "--ids", "1", "--policy", "{deep}"], "not JSON"),
+    (["trace", "{checkpoint}", "--ids", "1", "--json", ""], "--json: expected the name of a file or -"),
+    (["trace", "{checkpoint}", "--ids", "1", "--json", "x" * 300], "x: cannot be written: File name"),
+    (["generate", "{checkpoint}", "--ids", "1", "--seed", str(2**70)], "seed: expected a whole number"),
     (["trace", "{checkpoint}", "--ids", "1", "--json", "{none}/verdict.json"], "cannot be written"),
     (["trace", "{checkpoint}", "--ids", "1", "--json", "{empty}"], "cannot be written"),
     (
@@ -153,7 +160,10 @@ def test_unusable_input_is_one_line_and_no_traceback(run, checkpoint, tmp_path, 
     (tmp_path / "binary").write_bytes(b"ab\xff")
     (tmp_path / "zero").write_bytes(b"a\0b")
     (tmp_path / "blank").write_text(" \n")
-    names = {name: str(tmp_path / name) for name in ("none", "empty", "binary", "zero", "blank")}
+    (tmp_path / "wrong").write_text('{"exponent": ["factored"]}')
+    (tmp_path / "deep").write_text("[" * 100_000)
+    files = ("none", "empty", "binary", "zero", "blank", "wrong", "deep")
+    names = {name: str(tmp_path / name) for name in files}
     names["checkpoint"] = str(checkpoint)
     code, out, err = run(*(argument.format(**names) for argument in arguments))
     assert (code, out) == (2, "")
@@ -175,7 +185,84 @@ def test_a_prompt_without_a_tokenizer_says_which_file_is_missing(run, tmp_path):
 
 def test_debug_shows_the_traceback(tmp_path):
     done = process("inspect", tmp_path / "none", "--debug")
-    assert done.returncode != 0 and "Traceback" in done.stderr and "InputError" in done.stderr
+    assert done.returncode == 2 and "defect" not in done.stderr
+    assert "Traceback" in done.stderr and "InputError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "last"),
+    [
+        ("ValueError('odd')", 70, "please report it"),
+        ("MemoryError()", 70, "please report it"),
+        ("BaseExceptionGroup('two', [KeyboardInterrupt()])", 70, "please report it"),
+        ("NonFiniteError('bad')", 1, "workbench: error: bad"),
+    ],
+)
+def test_a_defect_is_told_apart_from_a_fault_that_was_found(raised, code, last):
+    program = (
+        "import sys; from workbench import cli; from workbench.errors import NonFiniteError\n"
+        f"def lost(options): raise {raised}\n"
+        "cli.inspect.run = lost; sys.argv = ['workbench', 'inspect', 'x']; sys.exit(cli.run_process())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code and last in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == (code == 70)
+
+
+def test_messages_cannot_steer_a_terminal(run, tmp_path):
+    code, _, err = run("inspect", tmp_path / "red\x1b[31m\u202eline\nbreak")
+    assert code == 2 and err.count("\n") == 1 and err[:-1].isprintable()
+    assert "red\\x1b[31m\\u202eline break" in err
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_output_that_cannot_show_a_character_or_is_closed_ends_no_command(checkpoint, closed):
+    # at this temperature every id is drawn, among them bytes that are no character and become U+FFFD
+    words = f"-m workbench generate {checkpoint} --ids 1 --temperature 90 --seed 2 --max-new-tokens 100"
+    command = f"{sys.executable} {words}" + (" >&-" if closed else "")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert closed or "\\ufffd" in done.stdout
+
+
+def test_json_replaces_regular_files_only(run, checkpoint, tmp_path):
+    target, link, pipe = tmp_path / "verdict.json", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    assert run("trace", checkpoint, "--ids", "1", "--json", link)[0] == 0
+    assert link.is_symlink() and "verdict" in json.loads(target.read_text())
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        assert run("trace", checkpoint, "--ids", "1", "--json", pipe)[0] == 0
+        assert json.loads(reader.communicate(timeout=60)[0]) == json.loads(target.read_text())
+    assert pipe.is_fifo() and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_checkpoint_may_be_its_weight_file(run, checkpoint):
+    (file,) = checkpoint.glob("*.safetensors")
+    code, out, _ = run("generate", file, "--prompt", "Fear no more", "--max-new-tokens", "4")
+    assert (code, out) == run("generate", checkpoint, "--prompt", "Fear no more", "--max-new-tokens", "4")[:2]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run, checkpoint, tmp_path):
+    file = tmp_path / "notepad.txt"
+    file.write_bytes(b"\xef\xbb\xbfFear no more")
+    command = ("generate", checkpoint, "--max-new-tokens", "2", "--json")
+    marked = run(*command, "--prompt-file", file)
+    assert marked[0] == 0 and marked == run(*command, "--prompt", "Fear no more")
+
+
+def test_a_tiny_temperature_is_the_likeliest_token(run, checkpoint):
+    command = ("generate", checkpoint, "--ids", "1,2", "--max-new-tokens", "5")
+    greedy = run(*command)
+    assert greedy[0] == 0
+    for tiny in ("1e-40", "1e-300"):
+        assert run(*command, "--temperature", tiny) == greedy
 
 
 def test_a_missing_package_is_named(run, monkeypatch, checkpoint):
@@ -240,6 +327,24 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint):
         running.stdout.close()
         err = running.stderr.read()
     assert (running.returncode, err) == (141, "")
+
+
+def test_every_command_of_the_readme_is_one(run):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    workbench ")]
+    assert len(commands) >= 4
+    for command in commands:
+        options = cli.build_parser().parse_args(shlex.split(command, comments=True)[1:])
+        assert callable(options.run)
+
+
+def test_the_python_of_the_readme_runs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "frac_nan" in done.stdout, done.stderr
 
 
 def test_dtypes_of_the_help_are_those_that_can_be_loaded():

@@ -164,6 +164,15 @@ def test_dense_width_missing():
 
 
 REFUSED = {
+    "more experts than memory": (
+        mini(num_experts=10**9),
+        "text_config.num_experts: expected a positive integer of at most 16384",
+        "integer 1000000000",
+    ),
+    "more layers than memory": (
+        mini(num_hidden_layers=10**9, layer_types=None, full_attention_interval=4),
+        "text_config.num_hidden_layers: expected a positive integer of at most 4096",
+    ),
     "string for an integer": (
         mini(head_dim="32"),
         "text_config.head_dim: expected a positive integer",
@@ -339,6 +348,12 @@ def test_qwen3_next_has_no_nested_layout():
 
 
 # ---- files
+
+
+def test_a_file_that_cannot_be_read_is_not_called_badly_encoded(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config.json: cannot be read: Is a directory$"):
+        ModelConfig.from_file(tmp_path)
 
 
 def test_from_file_and_from_directory(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of workbench.report: parameters, execution, pages, provenance."""
 
+import dataclasses
 import html
 import json
 import math
@@ -427,6 +428,20 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_runs(project, r
     with pytest.raises(InputError, match=expected):
         build.build(request_, lambda line: pytest.fail("nothing may run"))
     assert not (project / "reports").exists()
+
+
+def test_a_page_that_cannot_be_made_leaves_the_earlier_report_whole(project, monkeypatch):
+    request = build.Request(notebook="01", out=project / "out")
+    build.build(request, lambda line: None)
+    before = {path.name: path.read_bytes() for path in (project / "out").iterdir()}
+
+    def fails(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("workbench.report.export.notebook_page", fails)
+    with pytest.raises(OSError, match="No space left"):
+        build.build(dataclasses.replace(request, prompt="another"), lambda line: None)
+    assert {path.name: path.read_bytes() for path in (project / "out").iterdir()} == before
 
 
 def test_a_notebook_without_findings_leaves_no_report(project):

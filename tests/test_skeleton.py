@@ -106,7 +106,7 @@ def test_environment_file_names_the_main_packages_and_adds_nothing():
 def test_extras_and_console_script():
     assert PROJECT["name"] == "hybrid-moe-workbench"
     assert set(PROJECT["optional-dependencies"]) == {"notebook", "serve", "gpu", "dev"}
-    assert PROJECT["scripts"] == {"workbench": "workbench.cli:main"}
+    assert PROJECT["scripts"] == {"workbench": "workbench.cli:run_process"}
 
 
 def test_version_has_one_source_and_a_change_log_entry():

@@ -44,6 +44,10 @@ _EXPERT_FIELDS = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 
+# Far above any published model. Names of tensors are listed per layer and expert before a file is compared
+# with them, so a damaged number here would exhaust the memory.
+_LARGEST = {"num_hidden_layers": 4_096, "num_experts": 16_384}
+
 # Fields of the text model that real nested files may state once, on the outer object.
 _OUTER_FIELDS = {"tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id"}
 _ROPE_VALUES = ("rope_theta", "partial_rotary_factor", "mrope_section")
@@ -196,7 +200,9 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
         )
     except FileNotFoundError:
         raise ConfigError(f"{path}: file not found; expected a JSON file of a model checkpoint") from None
-    except (OSError, UnicodeDecodeError) as fault:
+    except OSError as fault:
+        raise ConfigError(f"{path}: cannot be read: {fault.strerror}") from None
+    except UnicodeDecodeError as fault:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {fault}") from None
     except json.JSONDecodeError as fault:
         where = f"line {fault.lineno} column {fault.colno}"
@@ -265,6 +271,8 @@ class _Fields:
         value = self.get(name)
         if type(value) is not int or value < low:  # a bool is an int in Python, not in JSON
             raise self.wrong(name, expected, value)
+        if value > _LARGEST.get(name, value):
+            raise self.wrong(name, f"{expected} of at most {_LARGEST[name]}", value)
         return value
 
     def number(self, name: str, expected: str, *, low: float | None = None, value: Any = None) -> float:

@@ -2,16 +2,22 @@
 
 Every message is one line that answers: what was found wrong, where, what was expected, what was there instead
 and what to do next. The command line prints the message and exits with code 2 (1 for `NonFiniteError`);
-`--debug` adds the traceback.
+`--debug` adds the traceback. Any other exception is a defect of the workbench, which ends with code 70.
 """
+
+
+def one_line(text: str) -> str:
+    """Text as a single line that a terminal shows and never obeys: control characters come out as escapes."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class WorkbenchError(Exception):
     """Base of every deliberate error. `str(error)` is always a single line that can be printed as it is."""
 
     def __str__(self) -> str:
-        # Messages embed text from files and libraries; a newline from there must not break the one-line rule.
-        return " ".join(super().__str__().split())
+        # Messages embed text from files and libraries, which may hold newlines and terminal sequences.
+        return one_line(super().__str__())
 
 
 class ConfigError(WorkbenchError):

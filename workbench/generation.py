@@ -41,20 +41,26 @@ def sample(logits: Tensor, *, temperature: float, top_p: float, generator: torch
         )
     if temperature == 0.0:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    # Differences first, in float64: a tiny temperature then gives 0 and -inf, not inf and NaN.
+    below = logits.double() - logits.double().amax(-1, keepdim=True)
+    probabilities = torch.softmax(below / temperature, dim=-1).float()
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
     outside = ranked.cumsum(-1) - ranked >= top_p  # the first token is always inside
     ranked = ranked.masked_fill(outside, 0.0)
     return order.gather(-1, torch.multinomial(ranked, 1, generator=generator)).squeeze(-1)
 
 
-def check_settings(model: CausalLM, input_ids: Tensor, max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_settings(
+    model: CausalLM, input_ids: Tensor, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> None:
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens: expected at least 1, found {max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise InputError(f"temperature: expected a finite number of at least 0, found {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise InputError(f"top_p: expected a number above 0 and at most 1, found {top_p}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise InputError(f"seed: expected a whole number of 64 bits, found {seed}")
     wanted = input_ids.shape[-1] + max_new_tokens
     if wanted > model.config.max_position_embeddings:
         raise InputError(
@@ -81,7 +87,7 @@ def generate(
     `attention_mask` [B, T] marks padding as in `CausalLM.forward`. `stream` is called after each step with one id per
     sequence, None for a sequence that has ended. `seed` fixes the draws of temperature sampling.
     """
-    check_settings(model, input_ids, max_new_tokens, temperature, top_p)
+    check_settings(model, input_ids, max_new_tokens, temperature, top_p, seed)
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     batch = input_ids.shape[0]
     out = model(input_ids, attention_mask=attention_mask)

@@ -25,6 +25,18 @@ def dtype_named(name: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
+def device_named(name: str | torch.device) -> torch.device:
+    """A device that this machine has: cpu, cuda or cuda:N. Raises InputError for any other."""
+    kind, separator, number = str(name).partition(":")
+    is_cuda = kind == "cuda" and (number.isascii() and number.isdecimal() if separator else True)
+    if not is_cuda and str(name) != "cpu":
+        raise InputError(f"device: expected cpu, cuda or cuda:N, found {str(name)!r}")
+    count = torch.cuda.device_count() if is_cuda else 0
+    if is_cuda and int(number or 0) >= count:
+        raise InputError(f"device {name}: expected a CUDA device of this machine, which has {count}; use cpu")
+    return torch.device(name)
+
+
 def load(
     path: str | Path,
     dtype: str | torch.dtype | None = None,
@@ -38,14 +50,16 @@ def load(
     """Read a checkpoint directory into a model in eval mode.
 
     dtype   None keeps what the files hold; A_log and dt_bias are fp32 in any case
+    device  cpu, cuda or cuda:N
     backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
     policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
 
     The model carries `checkpoint_accounting` (every tensor of the files, by class) and `narrowing` (per tensor: how
     many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
-    PolicyError, each in one line; nothing is half loaded.
+    PolicyError, InputError (dtype, device), each in one line; nothing is half loaded.
     """
     kernels = Kernels(backend, policy)
+    device = device_named(device)
     checkpoint = read_checkpoint(
         path, dtype=dtype_named(dtype), allow_missing=tuple(allow_missing), allow_unexpected=tuple(allow_unexpected)
     )

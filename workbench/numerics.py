@@ -73,7 +73,7 @@ class NumericsPolicy:
     def __post_init__(self) -> None:
         for field, known in (("exponent", EXPONENT_FORMS), ("cumsum", CUMSUM_KINDS), ("solver", SOLVERS)):
             value = getattr(self, field)
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise PolicyError(f"policy field {field}: expected one of {', '.join(known)}, found {value!r}")
         if self.state_dtype not in ("float32", "float64"):
             raise PolicyError(
@@ -136,6 +136,8 @@ def resolve_policy(policy: NumericsPolicy | str | Path | None) -> NumericsPolicy
         )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise PolicyError(f"policy file {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, nested too deeply
         raise PolicyError(f"policy file {path}: not JSON ({error})") from error
     return NumericsPolicy.from_json(fields, source=f"policy file {path}")

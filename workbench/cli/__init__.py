@@ -10,15 +10,38 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 from workbench import __version__
 from workbench.cli import generate, inspect, report, trace
 from workbench.cli.options import Parser
-from workbench.cli.outcome import FAULT, READER_GONE, STOPPED, UNUSABLE
-from workbench.errors import NonFiniteError, WorkbenchError
+from workbench.cli.outcome import DEFECT, FAULT, READER_GONE, STOPPED, UNUSABLE
+from workbench.errors import NonFiniteError, WorkbenchError, one_line
 
 #: In the order in which `--help` lists them.
 COMMANDS = (report, trace, generate, inspect)
+
+
+def run_process() -> int:
+    """The `workbench` program: `main` with the settings that belong to a whole process."""
+    sys.excepthook = _end_with_defect
+    if sys.stdout is None:  # closed by the shell, as by `>&-`: what is written goes nowhere
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    # A console that lacks a character shows its escape; it must not end a command halfway.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    return main()
+
+
+def _end_with_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Last hook of the interpreter, whose own code for this, 1, means that a fault was found in a model."""
+    sys.__excepthook__(kind, error, trace)
+    if issubclass(kind, KeyboardInterrupt):
+        raise SystemExit(STOPPED)
+    if not issubclass(kind, WorkbenchError | OSError | ModuleNotFoundError):  # those come here by --debug
+        print("workbench: this is a defect of the workbench, please report it with the lines above",
+              file=sys.stderr)  # fmt: skip
+        raise SystemExit(DEFECT)
+    raise SystemExit(_code_of(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,16 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WorkbenchError, OSError, ModuleNotFoundError) as error:
         if options.debug:
             raise
-        print(f"workbench: error: {_one_line(error)}", file=sys.stderr)
-        return FAULT if isinstance(error, NonFiniteError) else UNUSABLE
+        print(f"workbench: error: {_message(error)}", file=sys.stderr)
+        return _code_of(error)
 
 
-def _one_line(error: Exception) -> str:
+def _code_of(error: BaseException) -> int:
+    return FAULT if isinstance(error, NonFiniteError) else UNUSABLE
+
+
+def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"package {error.name} is needed for this and not installed; run `python3 bootstrap.py setup`"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return one_line(f"{error.filename}: {error.strerror}")
+    return one_line(str(error))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="workbench",
         description="Run, trace and question hybrid linear-attention mixture-of-experts language models.",
-        epilog="exit codes: 0 fine, 1 a fault was found, 2 unusable input",
+        epilog="exit codes: 0 fine, 1 a fault was found, 2 unusable input, 70 a defect of the workbench",
     )
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)

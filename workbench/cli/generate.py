@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import input_tensor, load_model, load_tokenizer, prompt_ids
+from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
 from workbench.cli.outcome import FINE
 from workbench.cli.output import write_json
@@ -35,10 +35,13 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from workbench.tokenizer import Tokenizer
+
     model = load_model(options)
     input_ids = input_tensor(model, prompt_ids(options))
-    has_tokenizer = options.ids is None or (options.checkpoint / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(options.checkpoint) if has_tokenizer else None
+    folder = folder_of(options.checkpoint)
+    has_tokenizer = options.ids is None or (folder / "tokenizer.json").exists()
+    tokenizer = Tokenizer.from_directory(folder) if has_tokenizer else None
     stop_ids = set(model.config.eos_token_id)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         stop_ids.add(tokenizer.eos_token_id)

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.model import CausalLM
-    from workbench.tokenizer import Tokenizer
 
 
 def read_prompt(path: Path) -> str:
     """The text of a prompt file. Raises InputError for one that is unreadable, empty or no UTF-8 text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a mark first that is no text
     except OSError as error:
         raise InputError(f"prompt file {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -46,8 +45,10 @@ def prompt_ids(options: argparse.Namespace) -> list[int]:
     """The token ids of whichever prompt option was given."""
     if options.ids is not None:
         return parse_ids(options.ids)
+    from workbench.tokenizer import Tokenizer
+
     text = options.prompt if options.prompt is not None else read_prompt(options.prompt_file)
-    ids = load_tokenizer(options.checkpoint).encode(text)
+    ids = Tokenizer.from_directory(folder_of(options.checkpoint)).encode(text)
     if not ids:
         raise InputError("--prompt: expected some text, found none")
     return ids
@@ -55,8 +56,6 @@ def prompt_ids(options: argparse.Namespace) -> list[int]:
 
 def load_model(options: argparse.Namespace) -> CausalLM:
     """The model that the options ask for."""
-    import torch
-
     from workbench.kernels.registry import parse_selection
     from workbench.loading import load
 
@@ -67,13 +66,6 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         )
     if not options.checkpoint.exists():
         raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
-    kind, _, number = options.device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
-        raise InputError(f"--device: expected cpu, cuda or cuda:N, found {options.device!r}")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"--device {options.device}: expected one of {torch.cuda.device_count()} CUDA devices"
-        )
     return load(
         options.checkpoint,
         dtype=options.dtype,
@@ -83,10 +75,9 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     )
 
 
-def load_tokenizer(checkpoint: Path) -> Tokenizer:
-    from workbench.tokenizer import Tokenizer
-
-    return Tokenizer.from_directory(checkpoint)
+def folder_of(checkpoint: Path) -> Path:
+    """Where the tokenizer of a checkpoint lies, which may be given as one weight file."""
+    return checkpoint.parent if checkpoint.is_file() else checkpoint
 
 
 def input_tensor(model: CausalLM, ids: list[int]) -> Tensor:

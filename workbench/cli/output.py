@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,19 +29,29 @@ def to_json(value: object) -> object:
 
 
 def write_json(content: dict, target: str) -> None:
-    """To stdout for `-`, else to the file, which appears complete or not at all."""
-    text = json.dumps(to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
+    """To stdout for `-`, else to the file, which appears complete or not at all.
+
+    Pure ASCII, so that any console can show it and any file name be in it. Only a regular file is replaced: a
+    link keeps pointing where it did, and a device or pipe is written to.
+    """
+    text = json.dumps(to_json(content), indent=1, allow_nan=False)
     if target == "-":
         print(text)
         return
-    path = Path(target)
+    if not target:
+        raise InputError("--json: expected the name of a file or -, found an empty one")
+    path = Path(os.path.realpath(target))
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(text + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_text(text + "\n", encoding="ascii")
+            return
+        scratch.write_text(text + "\n", encoding="ascii")
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}") from None
+        with suppress(OSError):  # it may never have come to be
+            scratch.unlink()
+        raise InputError(f"--json {target}: cannot be written: {error.strerror}") from None
 
 
 def text_table(frame: pd.DataFrame, formats: dict[str, str] | None = None) -> str:

@@ -157,8 +157,6 @@ def _build_one(
     import nbformat
 
     from workbench.report.execute import execute
-    from workbench.report.export import notebook_page
-    from workbench.report.provenance import provenance
 
     name = path.stem
     say(f"{name}: starting a kernel")
@@ -168,8 +166,21 @@ def _build_one(
         if not written.is_file():
             raise WorkbenchError(f"notebook {name}: expected it to write its findings, found none")
         findings = json.loads(written.read_text(encoding="utf-8"))
-        findings_file = request.out / written.name
-        os.replace(written, findings_file)
+        page = Path(scratch) / f"{name}.html"
+        executed = Path(scratch) / f"{name}.ipynb"
+        page.write_text(_page(path, notebook, parameters, findings, request), encoding="utf-8")
+        nbformat.write(notebook, executed)
+        for file in (page, executed, written):  # each appears whole
+            os.replace(file, request.out / file.name)
+    return Report(name, request.out / page.name, request.out / written.name, findings)
+
+
+def _page(
+    path: Path, notebook, parameters: dict[str, object], findings: dict, request: Request
+) -> str:
+    from workbench.report.export import notebook_page
+    from workbench.report.provenance import provenance
+
     checkpoint = parameters.get("checkpoint")
     rows = provenance(
         project=PROJECT,
@@ -178,10 +189,7 @@ def _build_one(
         conditions=findings.get("conditions", {}),
         command=request.command,
     )
-    page = request.out / f"{name}.html"
-    page.write_text(notebook_page(notebook, name=name, findings=findings, provenance=rows), encoding="utf-8")
-    nbformat.write(notebook, request.out / f"{name}.ipynb")
-    return Report(name, page, findings_file, findings)
+    return notebook_page(notebook, name=path.stem, findings=findings, provenance=rows)
 
 
 def _index(out: Path) -> str:
