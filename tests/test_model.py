@@ -833,6 +833,25 @@ def test_weights_count_however_they_are_replaced(replace):
 # ---- bad input: one line with expected and found
 
 
+@torch.inference_mode()
+def test_a_hook_on_any_projection_is_called(plain):
+    """Projections of one input are joined into one product: a watched one must still be computed by itself."""
+    called = set()
+    projections = {name: module for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    handles = [
+        module.register_forward_hook(lambda module, inputs, out, name=name: called.add(name))
+        for name, module in projections.items()
+    ]
+    try:
+        watched = plain(random_ids(1, 40))
+        plain.mtp_logits(watched.hidden, random_ids(1, 40))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert called == set(projections)
+    assert_same(plain(random_ids(1, 40)).logits, watched.logits)
+
+
 def with_cache(rows: int):
     return lambda m: m(random_ids(rows, 2)).cache
 

@@ -106,7 +106,8 @@ class Joint:
     """Projections of one input, computed as one product where their weights lie one after another in memory.
 
     `lay_out` puts them there: the weights stay parameters of their own and become views of one matrix. Whatever
-    replaces one of them (a cast, a move, an assignment) leaves separate products until the next `lay_out`.
+    replaces one of them (a cast, a move, an assignment) leaves separate products until the next `lay_out`. A hook on
+    one of the layers has separate products too, or it would never be called.
     """
 
     def __init__(self, *layers: Linear):
@@ -129,7 +130,8 @@ class Joint:
         """x [..., D] -> one [..., rows] per layer."""
         weights = [layer.weight for layer in self.layers]
         is_apart = self.matrix is None or [weight.data_ptr() for weight in weights] != self.pointers
-        if is_apart or (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+        is_watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
+        if is_apart or is_watched or (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
             return [layer(x, kernels) for layer in self.layers]
         return kernels.linear(x, self.matrix).split_with_sizes(self.sizes, -1)
 
@@ -488,8 +490,9 @@ class CausalLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocabulary]."""
-        weight = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return self.kernels.linear(hidden, weight)
+        if self.config.tie_word_embeddings:
+            return self.kernels.linear(hidden, self.embed_tokens.weight)
+        return self.lm_head(hidden, self.kernels)
 
     def mtp_logits(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Logits of the token after next, [B, T, vocabulary].
