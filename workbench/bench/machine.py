@@ -1,0 +1,84 @@
+"""The conditions of a measurement: threads, memory allocation, hardware, versions, commit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from workbench.errors import InputError
+from workbench.report.provenance import processor, versions
+
+#: Parameters of glibc's mallopt (malloc.h).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: The largest threshold for separate mappings that glibc accepts on 64-bit systems.
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+
+
+def pin_threads(count: int) -> None:
+    """Compute with `count` threads; more threads than free cores make torch many times slower."""
+    if count < 1:
+        raise InputError(f"threads: expected at least 1, found {count}")
+    torch.set_num_threads(count)
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep what it frees instead of returning it to the system; True where that is known to work.
+
+    A forward pass frees and allocates tens of megabytes a layer. By default glibc returns part of them to the system
+    and faults them in again, at moments that depend on what the process did before: the same code takes from 0 to
+    100,000 page faults. For measurements only, where it takes that chance out for all sides.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    )
+
+
+def hardware(device: str = "cpu") -> dict[str, object]:
+    """What was measured on: kind (part of the file's name), model, count of cores and threads or memory."""
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return {
+            "kind": "cpu",
+            "model": processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "cores": cores,
+            "threads": torch.get_num_threads(),
+        }
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "kind": properties.name.lower().replace(" ", "-"),
+        "model": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
+
+
+def all_versions(*others: str) -> dict[str, str]:
+    """Versions of the workbench, Python and the libraries it computes with, and of `others` by distribution name."""
+    return versions() | {name: metadata.version(name) for name in others}
+
+
+def commit(folder: Path) -> tuple[str, bool]:
+    """(commit, whether tracked files differ from it) of the clone around `folder`.
+
+    Raises InputError where there is none: a measurement that nobody can repeat is not worth a file.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        try:
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise InputError(f"{folder}: expected a git clone to name the commit measured, found none ({error})") from error
+
+    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
