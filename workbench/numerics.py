@@ -121,6 +121,14 @@ PRESETS: dict[str, NumericsPolicy] = {
 }
 
 
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"field {name!r} appears twice")
+    return dict(pairs)
+
+
 def resolve_policy(policy: NumericsPolicy | str | Path | None) -> NumericsPolicy:
     """A policy from itself, a preset's name, or the path of a JSON file; None is `safe`."""
     if policy is None:
@@ -135,7 +143,7 @@ def resolve_policy(policy: NumericsPolicy | str | Path | None) -> NumericsPolicy
             f"policy {str(policy)!r}: neither a preset ({', '.join(PRESETS)}) nor a file; give one of them"
         )
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise PolicyError(f"policy file {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, nested too deeply

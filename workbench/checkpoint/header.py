@@ -31,7 +31,7 @@ _DTYPE_BITS = {
 # The library's own limit; a longer header is damage or an attempt to exhaust memory.
 _MAX_HEADER_BYTES = 100_000_000
 
-_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
 # What training programs leave beside the weights. Never opened, and no weights are in them.
 _TRAINER_FILES = re.compile(r"(training_args\.bin|optimizer\.pt|scheduler\.pt|scaler\.pt|rng_state.*\.pth)")
 _SHARD_NAME = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
@@ -70,7 +70,7 @@ def list_files(path: Path) -> tuple[list[StoredFile], list[str]]:
     Raises `CheckpointError` if the set of files is not exactly one complete safetensors checkpoint.
     """
     if path.is_file():
-        if path.suffix in _PICKLE_SUFFIXES:
+        if path.suffix.lower() in _PICKLE_SUFFIXES:
             raise CheckpointError(_pickle_message(path))
         return [read_header(path)], []
     notes = _refuse_code_and_pickles(path)
@@ -98,13 +98,13 @@ def list_files(path: Path) -> tuple[list[StoredFile], list[str]]:
 def _refuse_code_and_pickles(directory: Path) -> list[str]:
     notes = []
     for file in sorted(directory.iterdir()):
-        if file.suffix == ".py":
+        if file.suffix.lower() == ".py":
             raise CheckpointError(
                 f"{file}: Python code in a checkpoint; expected weights and JSON alone. Remote code is never "
                 "run, "
                 "remove the file to use the built-in model"
             )
-        if file.suffix in _PICKLE_SUFFIXES:
+        if file.suffix.lower() in _PICKLE_SUFFIXES:
             if not _TRAINER_FILES.fullmatch(file.name):
                 raise CheckpointError(_pickle_message(file))
             notes.append(f"{file.name}: state of a training program, left alone")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.errors import BackendError
 from workbench.kernels import attention as _attention
 from workbench.kernels import causal_conv as _causal_conv
 from workbench.kernels import experts as _experts
@@ -59,7 +60,12 @@ class Kernels:
         if requested is None or isinstance(requested, str):
             selection = parse_selection(requested)
             requested = selection.backends
-            policy = policy if policy is not None else selection.policy
+            if selection.policy is not None:
+                if policy is not None and resolve_policy(policy) != resolve_policy(selection.policy):
+                    raise BackendError(
+                        f"policy: the backend names {selection.policy!r} and the policy itself is another; name one"
+                    )
+                policy = selection.policy
         self.requested = dict(requested)
         self.policy = resolve_policy(policy)
         self._choices: dict[tuple, _Choice] = {}

@@ -123,36 +123,37 @@ class Selection:
 
 
 def parse_selection(text: str | None) -> Selection:
-    """Read ``[OP=]NAME[:POLICY]``, several separated by commas.
+    """Read ``[OP=]NAME[:POLICY]``, several separated by commas; None chooses automatically.
 
-    Without ``OP=`` the name applies to every op that has a backend of that name. Raises BackendError for a name
-    that no op has, for an op named twice, and for two different policies.
+    Without ``OP=`` the name applies to every op that has a backend of that name; ``OP=`` goes before it, so that
+    ``reference,experts=torch_sorted`` is everything but one op. ``auto`` leaves the choice to the op. Raises
+    BackendError for an empty part, a name that no op has, an op named twice, and two different policies.
     """
-    chosen: dict[str, str] = {}
-    policy: str | None = None
-    for part in (text or "").split(","):
-        if not part.strip():
-            continue
-        op, separator, rest = part.strip().partition("=")
-        if not separator:
-            op, rest = "", op
-        name, _, part_policy = rest.partition(":")
-        if part_policy:
-            if policy not in (None, part_policy):
-                raise BackendError(f"backend {text!r}: two policies, {policy} and {part_policy}; name one")
-            policy = part_policy
+    by_op: dict[str, str] = {}
+    by_name: dict[str, str] = {}
+    policies: list[str] = []
+    for part in [] if text is None else text.split(","):
+        op, separator, rest = part.strip().rpartition("=")
+        name, colon, policy = rest.partition(":")
+        if not name or (separator and not op) or (colon and not policy):
+            raise BackendError(f"backend {text!r}: expected [OP=]NAME[:POLICY], found {part.strip()!r}")
+        policies += [policy] if colon else []
         operations = [operation_named(op)] if op else [o for o in OPERATIONS.values() if name in o.backends]
-        if name in ("", "auto"):
-            continue
-        if not operations:
+        if name == "auto":
+            operations = operations if op else list(OPERATIONS.values())
+        elif not operations:
             known = sorted({b for o in OPERATIONS.values() for b in o.backends})
             raise BackendError(f"backend {name!r}: no op has a backend of that name, expected one of {', '.join(known)}")
+        chosen = by_op if op else by_name
         for operation in operations:
-            if name not in operation.backends:
+            if name != "auto" and name not in operation.backends:
                 raise BackendError(
                     f"op {operation.name}: unknown backend {name!r}, expected one of {', '.join(operation.backends)}"
                 )
             if operation.name in chosen:
                 raise BackendError(f"backend {text!r}: op {operation.name} is named twice")
             chosen[operation.name] = name
-    return Selection(chosen, policy)
+    if len(set(policies)) > 1:
+        raise BackendError(f"backend {text!r}: two policies, {' and '.join(sorted(set(policies)))}; name one")
+    backends = {op: name for op, name in (by_name | by_op).items() if name != "auto"}
+    return Selection(backends, policies[0] if policies else None)
