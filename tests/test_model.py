@@ -261,16 +261,16 @@ def test_prefill_in_any_parts(plain, sizes, rows):
 
 @torch.inference_mode()
 def test_a_clone_of_a_cache_goes_its_own_way(model):
-    ids, fork = random_ids(2, 40), random_ids(2, 90, seed=5)
+    ids, one, other = random_ids(2, 40), random_ids(2, 90, seed=5), random_ids(2, 90, seed=6)
     cache = model(ids).cache
-    copy = cache.clone()
-    one = model(fork[:, :45], cache=cache)
-    assert one.cache is cache and cache.lengths == [85, 85] and copy.lengths == [40, 40]
-    other = model(fork[:, 45:], cache=copy)
-    assert_same(one.logits, model(torch.cat([ids, fork[:, :45]], dim=1)).logits[:, 40:])
-    assert_same(other.logits, model(torch.cat([ids, fork[:, 45:]], dim=1)).logits[:, 40:])
-    again = model(fork[:, 45:50], cache=cache)
-    assert_same(again.logits, model(torch.cat([ids, fork[:, :50]], dim=1)).logits[:, 85:])
+    copied = cache.clone()
+    # By turns, and at first within the room that the store of keys has: a shared one would be overwritten.
+    for start, stop in ((0, 5), (5, 6), (6, 20), (20, 90)):
+        for mine, tail in ((cache, one), (copied, other)):
+            out = model(tail[:, start:stop], cache=mine)
+            assert out.cache is mine and mine.lengths == [40 + stop] * 2
+            whole = model(torch.cat([ids, tail[:, :stop]], dim=1))
+            assert_same(out.logits, whole.logits[:, 40 + start :])
 
 
 @torch.inference_mode()
@@ -343,6 +343,18 @@ def heads_that_differ(before: CausalLM, after: CausalLM, name: str) -> list[int]
 
 
 @torch.inference_mode()
+def test_of_equal_experts_the_first_serve():
+    model = build()
+    for layer in model.layers:
+        layer.mlp.gate.weight.zero_()
+        layer.mlp.experts.down_proj[2:] = math.nan
+    for tokens in (1, 2, 70):
+        assert bool(torch.isfinite(model(random_ids(1, tokens)).logits).all())
+    model.layers[2].mlp.experts.down_proj[1] = math.nan
+    assert not bool(torch.isfinite(model(random_ids(1, 1)).logits).any())
+
+
+@torch.inference_mode()
 def test_tied_and_separate_heads():
     ids = random_ids(1, 9)
     tied = build(tie_word_embeddings=True)
@@ -401,6 +413,21 @@ def test_gates_and_state_stay_wide_in_a_narrow_model(how):
             assert layer.keys.dtype == layer.values.dtype == model.dtype
         else:
             assert layer.state.dtype == torch.float32 and layer.window.dtype == model.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_gates_are_computed_wide_in_a_narrow_model(dtype):
+    """Without the input's part, log_decay is -exp(A_log) softplus(dt_bias): to the digits of fp32."""
+    model = build()
+    for layer in model.layers[:3]:
+        layer.linear_attn.in_proj_a.weight.zero_()
+    with workbench.trace(model.to(dtype), keep=["*.gdn.log_decay"]) as trace:
+        model(random_ids(1, 9))
+    for layer, found in zip(model.layers[:3], trace.tensors.values(), strict=True):
+        gate = layer.linear_attn
+        expected = -gate.A_log.double().exp() * torch.nn.functional.softplus(gate.dt_bias.double())
+        assert logit_difference(found, expected.expand_as(found)) <= 1e-6
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -830,14 +857,13 @@ def test_weights_count_however_they_are_replaced(replace):
     assert_same(replace(model, dict(other.named_parameters()))(ids).logits, other(ids).logits)
 
 
-# ---- bad input: one line with expected and found
-
-
 @torch.inference_mode()
 def test_a_hook_on_any_projection_is_called(plain):
-    """Projections of one input are joined into one product: a watched one must still be computed by itself."""
+    """Projections of one input are joined into one product: a watched one is still computed by itself."""
     called = set()
-    projections = {name: module for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    projections = {
+        name: module for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)
+    }
     handles = [
         module.register_forward_hook(lambda module, inputs, out, name=name: called.add(name))
         for name, module in projections.items()
@@ -850,6 +876,9 @@ def test_a_hook_on_any_projection_is_called(plain):
             handle.remove()
     assert called == set(projections)
     assert_same(plain(random_ids(1, 40)).logits, watched.logits)
+
+
+# ---- bad input: one line with expected and found
 
 
 def with_cache(rows: int):

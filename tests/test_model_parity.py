@@ -67,6 +67,7 @@ ODD_SHAPES: dict[str, dict[str, Any]] = {
 LIMIT = 1e-5
 PREFILLS = (1, 63, 64, 65, 200)
 PROMPT = 130
+LONG_PROMPT = 600
 SPLITS = (1, 63, 64, 65, 129)
 #: Difference of two router probabilities that fp32 arithmetic may order either way.
 TIE_MARGIN = 1e-5
@@ -126,7 +127,7 @@ class Pair:
     def prompt(self, tokens: int, rows: int = 2) -> Tensor:
         """Random ids, [rows, tokens]; a shorter prompt is the beginning of a longer one."""
         generator = torch.Generator().manual_seed(7)
-        return torch.randint(0, self.model.config.vocab_size, (rows, 256), generator=generator)[:, :tokens]
+        return torch.randint(0, self.model.config.vocab_size, (rows, 640), generator=generator)[:, :tokens]
 
     def ours(self, ids: Tensor, *sizes: int) -> Run:
         """Logits of `ids` read in parts of the given sizes, one after the other into one cache."""
@@ -275,6 +276,17 @@ def test_prefill_in_two_parts(pair):
 def test_decoding_token_by_token(pair):
     comparison, ids = pair.comparison(), pair.prompt(PROMPT)
     comparison.add(f"{PROMPT} single tokens", pair.ours(ids, *[1] * PROMPT), pair.arbiter(ids))
+    comparison.check(LIMIT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_long_prompts(shape, tmp_path):
+    """Some backends serve long calls only."""
+    write_random(tmp_path / "c", SHAPES[shape](), "scattered")
+    pair = Pair(shape, tmp_path / "c")
+    comparison, ids = pair.comparison(), pair.prompt(LONG_PROMPT)
+    for sizes in ((LONG_PROMPT,), (65, LONG_PROMPT - 65), (LONG_PROMPT - 1, 1)):
+        comparison.add(f"parts of {sizes}", pair.ours(ids, *sizes), pair.arbiter(ids))
     comparison.check(LIMIT)
 
 
