@@ -259,11 +259,16 @@ def test_prefill_in_any_parts(plain, sizes, rows):
     assert cache.lengths == [sum(sizes)] * rows
 
 
+def tensors_of(cache: Cache) -> list[Tensor]:
+    return [getattr(layer, field.name) for layer in cache.layers for field in dataclasses.fields(layer)]
+
+
 @torch.inference_mode()
 def test_a_clone_of_a_cache_goes_its_own_way(model):
     ids, one, other = random_ids(2, 40), random_ids(2, 90, seed=5), random_ids(2, 90, seed=6)
     cache = model(ids).cache
     copied = cache.clone()
+    assert not {x.data_ptr() for x in tensors_of(cache)} & {x.data_ptr() for x in tensors_of(copied)}
     # By turns, and at first within the room that the store of keys has: a shared one would be overwritten.
     for start, stop in ((0, 5), (5, 6), (6, 20), (20, 90)):
         for mine, tail in ((cache, one), (copied, other)):
@@ -731,22 +736,22 @@ def test_factored_exponents_are_nan_forward():
 
 
 def test_initial_decay_is_spread_as_promised():
-    config = ModelConfig.from_hf(mini(linear_num_value_heads=128))
+    config = ModelConfig.from_hf(mini(linear_num_value_heads=512, linear_value_head_dim=2))
     for decay in ("class_default", "realistic"):
         model = CausalLM(config).init_weights(0, decay)
         layers = [layer.linear_attn for layer in model.layers[:3]]
         a = torch.cat([layer.A_log for layer in layers]).exp()
         assert 0.0099 < a.min() < 0.5 and 15.5 < a.max() <= 16.001
-        assert a.mean().item() == pytest.approx(8.0, abs=0.9)  # 3.8 standard errors
+        assert a.mean().item() == pytest.approx(8.0, abs=0.45)  # 3.8 standard errors
         dt_bias = torch.cat([layer.dt_bias for layer in layers])
         if decay == "class_default":
-            assert torch.equal(dt_bias, torch.ones(384))
+            assert torch.equal(dt_bias, torch.ones(1536))
             continue
         dt = torch.nn.functional.softplus(dt_bias.double())
-        assert 0.999e-3 < dt.min() < 1.2e-3 and 0.085 < dt.max() < 0.1001
+        assert 0.999e-3 < dt.min() < 1.03e-3 and 0.097 < dt.max() < 0.1001
         logarithm = (dt.log() - math.log(1e-3)) / math.log(100)  # uniform in [0, 1]
-        assert logarithm.mean().item() == pytest.approx(0.5, abs=0.06)
-        assert logarithm.std().item() == pytest.approx(12**-0.5, abs=0.03)
+        assert logarithm.mean().item() == pytest.approx(0.5, abs=0.03)
+        assert logarithm.std().item() == pytest.approx(12**-0.5, abs=0.015)
     with pytest.raises(InputError, match="decay: expected realistic or class_default, found 'fast'"):
         model.init_weights(0, "fast")
 
