@@ -73,11 +73,17 @@ def rotary_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) ->
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + rotary_dim / 2) of the first rotary_dim channels of x [B, T, heads, head_dim]."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + rotary_dim / 2) of the first rotary_dim channels of x [B, T, heads, head_dim], in place.
+
+    Most channels stay as they are: a copy of them would be most of the work.
+    """
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = torch.addcmul(first * cos, second, sin, value=-1.0)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)
+    return x
 
 
 class RMSNorm(nn.Module):
@@ -243,8 +249,8 @@ class GatedAttention(nn.Module):
         gate = observe(tap, taps.ATTN_GATE, gate.reshape(batch, tokens, -1))
         k = k.view(batch, tokens, self.kv_heads, self.head_dim)
         v = v.view(batch, tokens, self.kv_heads, self.head_dim)
-        q = observe(tap, taps.ATTN_Q, rotate(self.q_norm(q, kernels), shared.cos, shared.sin))
-        k = observe(tap, taps.ATTN_K, rotate(self.k_norm(k, kernels), shared.cos, shared.sin))
+        q = observe(tap, taps.ATTN_Q, rotate_(self.q_norm(q, kernels), shared.cos, shared.sin))
+        k = observe(tap, taps.ATTN_K, rotate_(self.k_norm(k, kernels), shared.cos, shared.sin))
         v = observe(tap, taps.ATTN_V, v)
 
         keys, values, key_lengths = self._visible(k, v, shared, cache)
@@ -308,7 +314,7 @@ class DenseBlock(DenseMLP):
     def forward(self, x: Tensor, kernels: Kernels, tap: Tap | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         gate, up = self.joint(x, kernels)
-        return observe(tap, taps.MOE_OUT, self.down_proj(F.silu(gate) * up, kernels))
+        return observe(tap, taps.MOE_OUT, self.down_proj(F.silu(gate).mul_(up), kernels))
 
 
 class Experts(nn.Module):
@@ -344,7 +350,7 @@ class SparseBlock(nn.Module):
         weights = observe(tap, taps.MOE_TOPK, weights)
         routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
-        shared = torch.sigmoid(share) * self.shared_expert.down_proj(F.silu(gate) * up, kernels)
+        shared = self.shared_expert.down_proj(F.silu(gate).mul_(up), kernels).mul_(torch.sigmoid(share))
         shared = observe(tap, taps.MOE_SHARED, shared)
         return observe(tap, taps.MOE_OUT, (routed + shared).view_as(x))
 
@@ -369,7 +375,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | DeltaCache | None, tap: Tap | None) -> Tensor:
         normed = observe(tap, taps.INPUT_NORM, self.input_layernorm(x, shared.kernels))
-        x = x + self.mixer(normed, shared, cache, tap)
+        x = self.mixer(normed, shared, cache, tap).add_(x)  # in place: nobody else holds the projection
         normed = observe(tap, taps.POST_NORM, self.post_attention_layernorm(x, shared.kernels))
         return observe(tap, taps.RESIDUAL, x + self.mlp(normed, shared.kernels, tap))
 

@@ -16,9 +16,7 @@ from workbench.errors import InputError
 from workbench.report.provenance import processor, versions
 
 #: Parameters of glibc's mallopt (malloc.h).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: The largest threshold for separate mappings that glibc accepts on 64-bit systems.
-_LARGEST_MMAP_THRESHOLD = 32 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def pin_threads(count: int) -> None:
@@ -38,9 +36,7 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    return bool(
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-    )
+    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30))
 
 
 def hardware(device: str = "cpu") -> dict[str, object]:

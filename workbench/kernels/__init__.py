@@ -71,9 +71,12 @@ class Kernels:
         self._choices: dict[tuple, _Choice] = {}
 
     def _backend(
-        self, op: str, x: Tensor, tokens: int, packed: bool = False, needs_grad: bool = False
+        self, op: str, tokens: int, x: Tensor, *others: Tensor | None, packed: bool = False
     ) -> Callable[..., Any]:
-        needs_grad = needs_grad or x.requires_grad
+        # Any input may be the only one to train: a backend without a backward pass would drop its gradient silently.
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or any(other is not None and other.requires_grad for other in others)
+        )
         key = (op, tokens, packed, needs_grad, x.dtype, x.device)
         choice = self._choices.get(key)
         if choice is None:
@@ -106,7 +109,9 @@ class Kernels:
         initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, tap: Tap | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `gated_delta_rule.spec`."""
-        run = self._backend("gated_delta_rule", q, q.shape[1], cu_seqlens is not None)
+        run = self._backend(
+            "gated_delta_rule", q.shape[1], q, k, v, log_decay, beta, initial_state, packed=cu_seqlens is not None
+        )
         return run(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
             policy=self.policy, tap=tap,
@@ -114,40 +119,38 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `linear.spec`."""
-        needs_grad = weight.requires_grad and torch.is_grad_enabled()
-        return self._backend("linear", x, x.numel() // x.shape[-1], needs_grad=needs_grad)(x, weight)
+        return self._backend("linear", x.numel() // x.shape[-1], x, weight)(x, weight)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv.spec`."""
-        run = self._backend("causal_conv", x, x.shape[1], cu_seqlens is not None)
+        run = self._backend("causal_conv", x.shape[1], x, weight, window, packed=cu_seqlens is not None)
         return run(x, weight, window=window, cu_seqlens=cu_seqlens)
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         """See `norms.spec`."""
-        return self._backend("rms_norm", x, x.shape[1])(x, weight, eps=eps)
+        return self._backend("rms_norm", x.shape[1], x, weight)(x, weight, eps=eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         """See `norms.spec`."""
-        return self._backend("gated_rms_norm", x, x.shape[1])(x, gate, weight, eps=eps)
+        return self._backend("gated_rms_norm", x.shape[1], x, gate, weight)(x, gate, weight, eps=eps)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_lengths: Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None, tap: Tap | None = None,
     ) -> Tensor:  # fmt: skip
         """See `attention.spec`."""
-        run = self._backend("attention", q, q.shape[1], cu_seqlens is not None)
+        run = self._backend("attention", q.shape[1], q, k, v, packed=cu_seqlens is not None)
         return run(q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
 
     def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         """See `routing.spec`."""
-        return self._backend("routing", logits, logits.shape[0])(logits, top_k=top_k, normalise=normalise)
+        return self._backend("routing", logits.shape[0], logits)(logits, top_k=top_k, normalise=normalise)
 
     def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `experts.spec`."""
-        needs_grad = gate_up.requires_grad and torch.is_grad_enabled()
-        run = self._backend("experts", x, x.shape[0], needs_grad=needs_grad)
+        run = self._backend("experts", x.shape[0], x, weights, gate_up, down)
         return run(x, weights, experts, gate_up, down)
 
 

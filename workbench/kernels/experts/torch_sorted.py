@@ -40,7 +40,7 @@ def by_segments(
     counts = torch.bincount(flat, minlength=gate_up.shape[0])
     padded = (counts + multiple - 1) // multiple * multiple
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # [E], how far a segment moves for the padding
-    row = torch.arange(len(flat), device=x.device) + shift[ordered]  # of each sorted pair
+    row = torch.arange(len(flat), device=x.device) + shift.index_select(0, ordered)  # of each sorted pair
     lengths = padded.tolist()
     source = order.new_zeros(sum(lengths)).scatter_(0, row, order // top_k)
     position = torch.empty_like(order).scatter_(0, order, row)  # pair -> its row

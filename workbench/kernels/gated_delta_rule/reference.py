@@ -66,9 +66,10 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`oracle`, rounded to the dtypes of the contract. Any policy is met: it says how chunks are evaluated."""
+    """`oracle`, rounded to the dtypes of the contract. Any policy is met: chunks are not evaluated here."""
     out, state = oracle(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
-    state = state.to(torch.promote_types(q.dtype, torch.float32))
+    wide = torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))
+    state = state.to(torch.promote_types(q.dtype, wide))
     return out.to(v.dtype), taps.observe(tap, taps.GDN_STATE, state)

@@ -12,7 +12,7 @@ log_decay     [B, T, V]     log space, <= 0, fp32
 beta          [B, T, V]     in (0, 1)
 initial_state [S, V, K, W]  fp32, S sequences; None is zero
 cu_seqlens    [S + 1]       int, on the CPU; then B is 1 and sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]
-out           [B, T, V, W]  dtype of v;  state [S, V, K, W] fp32 (fp64 when q is fp64), a new tensor
+out           [B, T, V, W]  dtype of v;  state [S, V, K, W] fp32 (fp64 when q or the state of the policy is), a new tensor
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunk form after arXiv 2406.06484.
 """
@@ -58,9 +58,18 @@ def check(
 ) -> None:
     """Raise InputError, naming the tensor, where shapes or devices do not fit the contract."""
     if q.dim() != 4 or v.dim() != 4:
-        raise InputError(f"gated_delta_rule: expected q [B, T, H, K] and v [B, T, V, W], found {q.shape} and {v.shape}")
+        raise InputError(
+            f"gated_delta_rule: expected q [B, T, H, K] and v [B, T, V, W], found {tuple(q.shape)} and {tuple(v.shape)}"
+        )
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+        raise InputError(
+            f"cu_seqlens: expected a row of whole numbers, found {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
+    for name, count in (("sequence", batch), ("token", tokens), ("key head", key_heads), ("value head", value_heads)):
+        if count == 0:
+            raise InputError(f"gated_delta_rule: expected at least one {name}, found 0")
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     expected = {
         "k": (k, (batch, tokens, key_heads, key_dim)),
@@ -75,8 +84,10 @@ def check(
             raise InputError(f"gated_delta_rule: {name}: expected shape {shape}, found {tuple(tensor.shape)}")
         if tensor.device != q.device:
             raise InputError(f"gated_delta_rule: {name}: expected device {q.device} as q, found {tensor.device}")
-    if tokens == 0:
-        raise InputError("gated_delta_rule: expected at least one token, found 0")
+        if not tensor.is_floating_point() or not q.is_floating_point():
+            raise InputError(
+                f"gated_delta_rule: expected floating point numbers, found q {q.dtype} and {name} {tensor.dtype}"
+            )
     if value_heads % key_heads:
         raise InputError(
             f"gated_delta_rule: value heads: expected a multiple of the {key_heads} key heads, found {value_heads}"

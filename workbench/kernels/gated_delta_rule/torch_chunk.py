@@ -124,9 +124,14 @@ class Exponents:
             differences = cumsum[..., :, None] - cumsum[..., None, :]
         return cls(cumsum, differences, is_base_2)
 
-    def exp(self, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-        """exp of `cumsum`, `differences` or a part of them: rounded to `dtype`, then the exponential."""
-        return exponent.to(dtype).exp2() if self.is_base_2 else exponent.to(dtype).exp()
+    def exp(self, exponent: Tensor, dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
+        """exp of `cumsum`, `differences` or a part of them: rounded to `dtype`, `mask` added, then the exponential."""
+        rounded = exponent.to(dtype)
+        if rounded is exponent:
+            rounded = rounded.clone() if mask is None else rounded + mask
+        elif mask is not None:
+            rounded += mask
+        return rounded.exp2_() if self.is_base_2 else rounded.exp_()
 
 
 def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tensor:
@@ -135,7 +140,7 @@ def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tenso
     if form == "difference_then_mask":
         # Adding -inf above the diagonal is the mask: a masked fill takes seven times as long on a CPU.
         mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1)
-        return exponents.exp(exponents.differences.to(dtype) + mask, dtype)
+        return exponents.exp(exponents.differences, dtype, mask)
     upper = torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
     if form in ("factored", "factored_mask_after"):
         rising, falling = exponents.exp(exponents.cumsum, dtype), exponents.exp(-exponents.cumsum, dtype)
@@ -166,21 +171,21 @@ def block_inverses(lower: Tensor) -> Tensor:
     """
     pairs, size = lower.shape[:2]
     leaves = diagonal_blocks(lower, LEAF_ROWS).permute(1, 2, 0, 3).reshape(LEAF_ROWS, LEAF_ROWS, -1)  # [i, j, leaf]
-    unit = torch.eye(LEAF_ROWS, dtype=lower.dtype, device=lower.device)[..., None].expand_as(leaves)
+    unit = torch.eye(LEAF_ROWS, dtype=lower.dtype, device=lower.device)[..., None].expand_as(leaves).unbind()
+    entries = leaves.flatten(0, 1).unbind()
     rows: list[Tensor] = []
     for i in range(LEAF_ROWS):
         row = unit[i]
         for j in range(i):
-            row = torch.addcmul(row, leaves[i, j], rows[j], value=-1.0)
+            row = torch.addcmul(row, entries[i * LEAF_ROWS + j], rows[j], value=-1.0)
         rows.append(row)
     inverse = torch.stack(rows).permute(2, 0, 1).contiguous()  # [leaf, i, j]
     while (half := inverse.shape[-1]) < min(size, BLOCK_ROWS):
         # (I + [[A, 0], [B, D]])^-1 = [[A', 0], [-D' B A', D']] with A', D' known.
         below = diagonal_blocks(lower, 2 * half)[:, half:, :half].permute(0, 3, 1, 2).reshape(-1, half, half)
         first, second = inverse.view(-1, 2, half, half).unbind(1)
-        corner = torch.bmm(second, torch.bmm(below, first)).neg()
-        above = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        inverse = torch.cat([above, torch.cat([corner, second], dim=-1)], dim=-2)
+        corner = torch.bmm(second, torch.bmm(below, first)).neg_()
+        inverse = torch.cat([F.pad(first, (0, half)), torch.cat([corner, second], dim=-1)], dim=-2)
     return inverse.view(pairs, -1, *inverse.shape[-2:])
 
 
@@ -267,10 +272,12 @@ def evaluate(
 
     k_transposed, k_grouped = k.transpose(-1, -2), k.unsqueeze(2)
     decay_grouped = by_key_head(decay)
-    kkt = ((k @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2).mul_(beta).tril_(-1)
-    kkt = taps.observe(tap, taps.GDN_KKT, kkt)
-    keys = (by_key_head(beta * since_start) * k_grouped).flatten(1, 2)
-    right = torch.cat([beta * v, keys], dim=-1)
+    kkt = ((k @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2).mul_(beta)
+    if tap is not None:
+        kkt = tap(taps.GDN_KKT, kkt.tril_(-1))  # no solver reads the diagonal or what is above it
+    right = torch.cat([v, k_grouped.expand(-1, -1, value_heads // key_heads, -1, -1).flatten(1, 2)], dim=-1)
+    right[..., :value_dim] *= beta
+    right[..., value_dim:] *= beta * since_start
     solved = None
     if tap is not None:
         # No step needs the inverse itself; it is formed for the observer, and used only where the observer changes it.
@@ -309,10 +316,10 @@ def evaluate(
             left.append(scan.state)
     if tap is not None:
         tap(taps.GDN_STATE, torch.cat(left).unflatten(0, (-1, value_heads)))
-    inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view_as(v)
+    inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view(v.shape)
     inter = taps.observe(tap, taps.GDN_INTER, inter)
-    out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections)).view_as(v)
-    return out.transpose(1, 2).contiguous()
+    out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections))
+    return out.view(v.shape).transpose(1, 2).contiguous()
 
 
 #: Chunks times value heads that are evaluated together: few enough for the caches of a CPU, many enough for a GPU,
@@ -364,10 +371,11 @@ def run(
     for active in parts:
         here = slice(first, first + sum(active))
         first = here.stop
-        narrowed = (x[here].to(dtype).contiguous() for x in (q, k, v_split))
+        q_here, k_here = (x[here].to(dtype).contiguous() for x in (q, k))
+        v_here, beta_here = (x[here].to(dtype) for x in (v_split, beta))
         outs.append(
             evaluate(
-                *narrowed, log_decay[here], beta[here].to(dtype),
+                q_here, k_here, v_here, log_decay[here], beta_here,
                 scan=scan, active=active, policy=policy, tap=tap,
             )
         )  # fmt: skip

@@ -61,7 +61,7 @@ def run(
     else:
         state = initial_state.to(compute)
 
-    if tokens == 1:
+    if tokens == 1 and sequences == batch:  # a packed row may hold empty sequences besides
         out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim))
     else:
         outs, states = [], []

@@ -43,7 +43,10 @@ def normalised(x: Tensor, eps: float) -> Tensor:
 
 def run_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     y = normalised(widen(x), eps)
-    return narrow(torch.addcmul(y, y, narrow(weight, y.dtype)), x.dtype)
+    weight = narrow(weight, y.dtype)
+    needs_grad = torch.is_grad_enabled() and (y.requires_grad or weight.requires_grad)
+    y = torch.addcmul(y, y, weight) if needs_grad else y.addcmul_(y, weight)
+    return narrow(y, x.dtype)
 
 
 def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -13,9 +13,8 @@ from workbench.kernels.registry import Call
 
 OP = "routing"
 
-
-#: From this many tokens on a search per chosen expert is cheaper than a sort per token.
-SEARCH_TOKENS = 32
+#: From this many tokens on a maximum per chosen expert is cheaper than a sort per token.
+SEARCH_TOKENS = 256
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:

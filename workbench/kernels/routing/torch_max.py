@@ -1,7 +1,8 @@
-"""The router of `spec` as `top_k` searches for the first largest value, for many tokens.
+"""The router of `spec` as `top_k` maxima over all tokens at once, for many tokens on any device.
 
-A stable sort of 256 experts costs five times as much on a CPU, torch.topk leaves the order of ties open; torch.max
-returns the first of equal values, which is the rule of the contract.
+Probability and expert number share one integer key, so that one maximum finds both: the bits of a float that is not
+negative order as the float does, and the reversed expert number below them lets the lowest expert win a tie. A stable
+sort takes three times as long on a CPU for 16 experts, ten times for 256; torch.topk leaves ties open.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from workbench.kernels.registry import Call
 
 
 def supports(call: Call) -> str | None:
-    return None
+    return "a float64 probability leaves no room for the expert in its key" if call.dtype == torch.float64 else None
 
 
 def run(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    left = probabilities.detach().clone()
-    columns = []
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    count = logits.shape[-1]
+    reversed_expert = torch.arange(count - 1, -1, -1, device=logits.device)[:, None]
+    bits = probabilities.detach().T.contiguous().view(torch.int32)  # [E, tokens]
+    keys = bits.to(torch.int64).mul_(count).add_(reversed_expert)
+    lowest = torch.iinfo(torch.int64).min
+    chosen: list[Tensor] = []
     for _ in range(top_k):
-        column = left.max(-1, keepdim=True).indices
-        columns.append(column)
-        left.scatter_(1, column, -1.0)  # below every probability
-    experts = torch.cat(columns, dim=1)
+        expert = count - 1 - keys.amax(0, keepdim=True) % count
+        chosen.append(expert)
+        keys.scatter_(0, expert, lowest)
+    experts = torch.cat(chosen).T.contiguous()
     weights = probabilities.gather(1, experts)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
