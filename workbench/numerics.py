@@ -39,7 +39,7 @@ EXPONENT_FORMS = {
     "mask_after": "exp of every G_i - G_j, upper triangle set to zero afterwards: gradients become NaN past the limit",
     "multiply_mask": "exp of every G_i - G_j times a 0/1 mask: inf * 0 = NaN past the limit",
     "factored": "exp(G_i) * exp(-G_j) times a 0/1 mask: past the limit the second factor is inf, the whole chunk NaN",
-    "factored_mask_after": "exp(G_i) * exp(-G_j), upper triangle set to zero: past the limit only the last rows are bad",
+    "factored_mask_after": "exp(G_i) * exp(-G_j), upper triangle zero: at the limit one row is bad, past it the chunk",
 }
 CUMSUM_KINDS = {
     "float64": "cumulative sum and its differences in float64, rounded to float32 before exp",
