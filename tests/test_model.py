@@ -6,6 +6,7 @@ the plainest one.
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 
@@ -884,6 +885,55 @@ def test_a_hook_on_any_projection_is_called(plain):
 
 
 # ---- bad input: one line with expected and found
+
+
+@torch.inference_mode()
+def test_what_a_hook_keeps_is_not_written_over_later(model):
+    """A module's output may be held by a hook: no later step may work on it in place."""
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(module, inputs, out, name):
+        if isinstance(out, Tensor):
+            kept[name] = (out, out.clone())
+
+    handles = [
+        module.register_forward_hook(functools.partial(keep, name=name)) for name, module in model.named_modules()
+    ]
+    try:
+        out = model(random_ids(2, 70))
+        model(random_ids(2, 1), cache=out.cache)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(kept) > 30
+    assert [name for name, (held, copied) in kept.items() if not torch.equal(held, copied)] == []
+
+
+@torch.inference_mode()
+def test_what_a_trace_sees_is_not_written_over_later(model):
+    """Like a hook, a tap may hold a tensor without copying it."""
+
+    class Holder:
+        def __init__(self, held, prefix=""):
+            self.held, self.prefix = held, prefix
+
+        def __call__(self, name, tensor):
+            self.held.append((self.prefix + name, tensor, tensor.clone()))
+            return tensor
+
+        def scope(self, prefix):
+            return Holder(self.held, self.prefix + prefix)
+
+    held: list = []
+    model.tap = Holder(held)
+    try:
+        out = model(random_ids(2, 130))
+        model(random_ids(2, 1), cache=out.cache)
+        model(random_ids(1, 600))
+    finally:
+        model.tap = None
+    assert len(held) > 100
+    assert sorted({name for name, tensor, copied in held if not torch.equal(tensor, copied)}) == []
 
 
 def with_cache(rows: int):

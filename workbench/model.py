@@ -53,7 +53,8 @@ class Pass:
 
 def l2_norm(x: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + 1e-6) over the last axis."""
-    return x * x.square().sum(-1, keepdim=True).add_(L2_NORM_EPS).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (norm * norm).add_(L2_NORM_EPS).rsqrt_()
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,17 +74,11 @@ def rotary_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) ->
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + rotary_dim / 2) of the first rotary_dim channels of x [B, T, heads, head_dim], in place.
-
-    Most channels stay as they are: a copy of them would be most of the work.
-    """
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + rotary_dim / 2) of the first rotary_dim channels of x [B, T, heads, head_dim]."""
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = torch.addcmul(first * cos, second, sin, value=-1.0)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(turned)
-    return x
+    first, second, rest = x.split_with_sizes([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -249,8 +244,8 @@ class GatedAttention(nn.Module):
         gate = observe(tap, taps.ATTN_GATE, gate.reshape(batch, tokens, -1))
         k = k.view(batch, tokens, self.kv_heads, self.head_dim)
         v = v.view(batch, tokens, self.kv_heads, self.head_dim)
-        q = observe(tap, taps.ATTN_Q, rotate_(self.q_norm(q, kernels), shared.cos, shared.sin))
-        k = observe(tap, taps.ATTN_K, rotate_(self.k_norm(k, kernels), shared.cos, shared.sin))
+        q = observe(tap, taps.ATTN_Q, rotate(self.q_norm(q, kernels), shared.cos, shared.sin))
+        k = observe(tap, taps.ATTN_K, rotate(self.k_norm(k, kernels), shared.cos, shared.sin))
         v = observe(tap, taps.ATTN_V, v)
 
         keys, values, key_lengths = self._visible(k, v, shared, cache)
@@ -350,7 +345,7 @@ class SparseBlock(nn.Module):
         weights = observe(tap, taps.MOE_TOPK, weights)
         routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
-        shared = self.shared_expert.down_proj(F.silu(gate).mul_(up), kernels).mul_(torch.sigmoid(share))
+        shared = torch.sigmoid(share) * self.shared_expert.down_proj(F.silu(gate).mul_(up), kernels)
         shared = observe(tap, taps.MOE_SHARED, shared)
         return observe(tap, taps.MOE_OUT, (routed + shared).view_as(x))
 
@@ -375,7 +370,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | DeltaCache | None, tap: Tap | None) -> Tensor:
         normed = observe(tap, taps.INPUT_NORM, self.input_layernorm(x, shared.kernels))
-        x = self.mixer(normed, shared, cache, tap).add_(x)  # in place: nobody else holds the projection
+        x = x + self.mixer(normed, shared, cache, tap)  # not in place: a hook may hold what a module returned
         normed = observe(tap, taps.POST_NORM, self.post_attention_layernorm(x, shared.kernels))
         return observe(tap, taps.RESIDUAL, x + self.mlp(normed, shared.kernels, tap))
 
@@ -561,11 +556,11 @@ class CausalLM(nn.Module):
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise InputError(f"input_ids: expected shape [batch, tokens] with at least one token, found {tuple(ids.shape)}")
-        # On a GPU this check would be a host sync per call; there the embedding's own device assertion stands.
-        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
-            raise InputError(
-                f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, found {int(ids.min())} to {int(ids.max())}"
-            )
+        if ids.device.type != "cpu":  # a host sync per call; there the embedding's own device assertion stands
+            return
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= self.config.vocab_size:
+            raise InputError(f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, found {low} to {high}")
 
     def _pass(self, batch: int, tokens: int, cache: Cache | None, cu_seqlens: Tensor | None) -> Pass:
         bounds = None
