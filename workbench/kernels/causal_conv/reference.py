@@ -25,6 +25,8 @@ def run(
         return torch.cat([y for y, _ in parts], dim=1), torch.cat([w for _, w in parts])
     width = weight.shape[1]
     extended = with_window(x, window, x.shape[0], width)
+    if x.shape[1] == 0:  # an empty sequence of a packed row has no frame to cut out
+        return x.clone(), extended.clone()
     frames = extended.double().unfold(1, width, 1)  # [B, T, channels, width]
     y = torch.einsum("btcj,cj->btc", frames, weight.double())
     return (y * torch.sigmoid(y)).to(x.dtype), extended[:, x.shape[1] :].clone()

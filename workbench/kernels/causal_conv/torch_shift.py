@@ -42,11 +42,11 @@ def run(
     width = weight.shape[1]
     tokens = x.shape[1]
     compute = torch.promote_types(x.dtype, torch.float32)
-    weight = weight.to(compute).T.contiguous()  # [width, channels]: strided rows would cost six times as much
     if cu_seqlens is None and tokens == 1:
         frame = with_window(x, window, x.shape[0], width)
-        y = (frame.to(compute) * weight).sum(1, keepdim=True)
+        y = (frame.to(compute) * weight.to(compute).T).sum(1, keepdim=True)
         return F.silu(y).to(x.dtype), frame[:, 1:]
+    weight = weight.to(compute).T.contiguous()  # [width, channels]: strided rows would cost six times as much
     if cu_seqlens is None:
         extended = with_window(x, window, x.shape[0], width)
         new_window = extended[:, tokens:]

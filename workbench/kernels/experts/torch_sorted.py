@@ -1,4 +1,4 @@
-"""Pairs sorted by expert, one matrix product per expert that is hit.
+"""Token-expert pairs sorted by expert, one matrix product per expert that is hit.
 
 One host synchronisation: the segment lengths. The sum over the experts of a token is a weighted gather in rank order,
 so it has no atomics and the same result every time.
@@ -35,15 +35,15 @@ def by_segments(
     Segments are filled up with token 0, whose surplus results nobody reads.
     """
     tokens, top_k = experts.shape
-    flat = experts.flatten()  # pair p = token * A + rank
-    ordered, order = torch.sort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=gate_up.shape[0])
-    padded = (counts + multiple - 1) // multiple * multiple
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # [E], how far a segment moves for the padding
-    row = torch.arange(len(flat), device=x.device) + shift.index_select(0, ordered)  # of each sorted pair
+    # A counting sort: the place of a token among those of its expert is how many came before.
+    hits = torch.zeros(gate_up.shape[0], tokens, dtype=torch.int32, device=x.device).scatter_(0, experts.T, 1)
+    places = hits.cumsum(1, dtype=torch.int32)  # [E, tokens], counted from 1
+    padded = (places[:, -1].long() + multiple - 1) // multiple * multiple
+    start = padded.cumsum(0) - padded
+    position = places.gather(0, experts.T).T + (start - 1)[experts]  # [tokens, A], the row of each pair
     lengths = padded.tolist()
-    source = order.new_zeros(sum(lengths)).scatter_(0, row, order // top_k)
-    position = torch.empty_like(order).scatter_(0, order, row)  # pair -> its row
+    token = torch.arange(tokens, device=x.device)[:, None].expand(-1, top_k)
+    source = position.new_zeros(sum(lengths)).scatter_(0, position.flatten(), token.flatten())
 
     outs = []
     for expert, index in enumerate(source.split(lengths)):
@@ -51,7 +51,7 @@ def by_segments(
             hidden = swiglu(product(x.index_select(0, index), gate_up[expert]))
             outs.append(product(hidden, down[expert]))
     rows = torch.cat(outs)
-    return F.embedding_bag(position.view(tokens, top_k), rows, mode="sum", per_sample_weights=weights).to(x.dtype)
+    return F.embedding_bag(position, rows, mode="sum", per_sample_weights=weights).to(x.dtype)
 
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

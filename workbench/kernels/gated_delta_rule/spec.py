@@ -37,10 +37,14 @@ def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[
     """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed."""
     if cu_seqlens is None:
         return None
+    if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1:
+        raise InputError(
+            f"cu_seqlens: expected one axis of integers, found shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
     bounds = cu_seqlens.tolist()
     if batch != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
         raise InputError(
-            f"cu_seqlens: expected rising boundaries from 0 to {tokens} over one batch row, "
+            f"cu_seqlens: expected boundaries that do not fall, from 0 to {tokens}, over one batch row, "
             f"found {bounds} over {batch} rows"
         )
     return bounds

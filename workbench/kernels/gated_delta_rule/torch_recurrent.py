@@ -49,11 +49,11 @@ def run(
     if group > 1:
         q, k = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (q, k))
     pairs = batch * value_heads
-    # [T pairs, 1, ...], so that a token is one slice: tokens of packed sequences have B = 1.
-    q, k, values, decay, beta = (
-        x.to(compute).transpose(0, 1).reshape(tokens * pairs, 1, -1)
-        for x in (q, k, v, log_decay.to(compute).exp(), beta)
-    )
+    rows = [x if x.dtype == compute else x.to(compute) for x in (q, k, v, log_decay, beta)]
+    if tokens > 1:  # [T pairs, 1, ...], so that a token is one slice: packed sequences have B = 1
+        rows = [x.transpose(0, 1) for x in rows]
+    q, k, values, decay, beta = (x.reshape(tokens * pairs, 1, -1) for x in rows)
+    decay = decay.exp()
     bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
     sequences = batch if bounds is None else len(bounds) - 1
     if initial_state is None:
