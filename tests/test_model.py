@@ -948,6 +948,15 @@ BAD_INPUT = {
     "negative id": (lambda m: m(torch.tensor([[5, -1]])), "expected ids from 0 to 96, found -1 to 5"),
     "no tokens": (lambda m: m(torch.zeros(2, 0, dtype=torch.int64)), "at least one token, found (2, 0)"),
     "no batch axis": (lambda m: m(torch.tensor([1, 2])), "expected shape [batch, tokens]", "found (2,)"),
+    "ids that are no integers": (lambda m: m(torch.ones(1, 3)), "expected int64 or int32 token ids, found torch.float32"),
+    "mask of scores": (
+        lambda m: m(random_ids(1, 2), attention_mask=torch.tensor([[0.0, -1e9]])),
+        "attention_mask: expected 0 for padding and 1 for tokens",
+    ),
+    "boundaries that are no integers": (
+        lambda m: m(random_ids(1, 4), cu_seqlens=torch.tensor([0.0, 4.0])),
+        "cu_seqlens: expected one axis of integers, found shape (2,) of torch.float32",
+    ),
     "hole in the mask": (
         lambda m: m(random_ids(2, 4), attention_mask=torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])),
         "attention_mask row 1: expected one run of ones",
@@ -972,17 +981,17 @@ BAD_INPUT = {
     ),
     "boundaries that fall": (
         lambda m: m(random_ids(1, 4), cu_seqlens=torch.tensor([0, 3, 2, 4])),
-        "cu_seqlens: expected rising boundaries from 0 to 4 over one batch row",
+        "cu_seqlens: expected boundaries that do not fall, from 0 to 4, over one batch row",
         "found [0, 3, 2, 4] over 1 rows",
     ),
     "boundaries that start late": (
         lambda m: m(random_ids(1, 4), cu_seqlens=torch.tensor([1, 4])),
-        "expected rising boundaries from 0 to 4",
+        "expected boundaries that do not fall, from 0 to 4",
         "found [1, 4]",
     ),
     "boundaries that stop early": (
         lambda m: m(random_ids(1, 4), cu_seqlens=torch.tensor([0, 2, 3])),
-        "expected rising boundaries from 0 to 4",
+        "expected boundaries that do not fall, from 0 to 4",
         "found [0, 2, 3]",
     ),
     "one boundary": (lambda m: m(random_ids(1, 4), cu_seqlens=torch.tensor([0])), "found [0] over 1 rows"),
@@ -1010,6 +1019,16 @@ def test_bad_input_is_one_line(plain, case):
     message = caught.value.args[0]
     assert "\n" not in message and len(message) < 200
     assert all(word in message for word in words), message
+
+
+def test_a_cache_of_inference_mode_is_refused_outside_it_and_its_clone_is_not(plain):
+    with torch.inference_mode():
+        out = plain(random_ids(1, 5))
+        expected = plain(random_ids(1, 1), cache=out.cache.clone()).logits
+    with torch.no_grad():
+        with pytest.raises(InputError, match="filled under torch.inference_mode"):
+            plain(random_ids(1, 1), cache=out.cache)
+        assert_same(plain(random_ids(1, 1), cache=out.cache.clone()).logits, expected)
 
 
 @torch.inference_mode()

@@ -98,6 +98,11 @@ class Cache:
         return len(self.lengths)
 
     @property
+    def is_inference(self) -> bool:
+        """Whether its key stores are tensors of torch.inference_mode(), which nothing outside it may write to."""
+        return any(isinstance(layer, KeyValueCache) and layer.keys.is_inference() for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors, spare capacity included."""
         return sum(
@@ -117,6 +122,11 @@ class Cache:
         return Cache(layers, list(self.lengths))
 
     def check(self, sequences: int) -> None:
-        """Raise InputError unless the cache holds `sequences` sequences."""
+        """Raise InputError unless the cache holds `sequences` sequences and can be written to here."""
         if self.sequences != sequences:
             raise InputError(f"cache: expected {sequences} sequences as in the input, found {self.sequences}")
+        if self.is_inference and not torch.is_inference_mode_enabled():
+            raise InputError(
+                "cache: expected one that can be written to, found one filled under torch.inference_mode(); go on under "
+                "it, or continue from cache.clone()"
+            )

@@ -21,6 +21,7 @@ from workbench.cache import Cache, DeltaCache, KeyValueCache
 from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
+from workbench.kernels.gated_delta_rule.spec import sequence_bounds
 from workbench.taps import Tap, observe
 
 L2_NORM_EPS = 1e-6  # of queries and keys; not the config's rms_norm_eps
@@ -470,6 +471,8 @@ class CausalLM(nn.Module):
                     f"attention_mask: expected the shape of the new tokens {tuple(input_ids.shape)}, "
                     f"found {tuple(attention_mask.shape)}"
                 )
+            if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+                raise InputError("attention_mask: expected 0 for padding and 1 for tokens, found other values")
             if not bool(attention_mask.all()):
                 return self._forward_padded(input_ids, attention_mask.bool(), cache, use_cache)
         batch, tokens = input_ids.shape
@@ -554,6 +557,8 @@ class CausalLM(nn.Module):
         return torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
 
     def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"input_ids: expected int64 or int32 token ids, found {ids.dtype}")
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise InputError(f"input_ids: expected shape [batch, tokens] with at least one token, found {tuple(ids.shape)}")
         if ids.device.type != "cpu":  # a host sync per call; there the embedding's own device assertion stands
@@ -566,12 +571,7 @@ class CausalLM(nn.Module):
         bounds = None
         if cu_seqlens is not None:
             cu_seqlens = torch.as_tensor(cu_seqlens).cpu()
-            bounds = cu_seqlens.tolist()
-            if batch != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
-                raise InputError(
-                    f"cu_seqlens: expected rising boundaries from 0 to {tokens} over one batch row, "
-                    f"found {bounds} over {batch} rows"
-                )
+            bounds = sequence_bounds(batch, tokens, cu_seqlens)
         sequences = batch if bounds is None else len(bounds) - 1
         if cache is not None:
             cache.check(sequences)
