@@ -723,7 +723,7 @@ def none_of(axis: int) -> dict:
     return {name: x.narrow(axis, 0, 0) for name, x in changed().items()}
 
 
-ONE_ROW = "boundaries that do not fall, from 0 to 8 over one batch row"
+ONE_ROW = "boundaries that do not fall, from 0 to 8, over one batch row"
 REFUSED = {
     "q without heads": (changed(q=torch.ones(1, 8, 16)), "expected q [B, T, H, K]", "found (1, 8, 16)"),
     "v without heads": (changed(v=torch.ones(1, 8, 24)), "v [B, T, V, W]", "(1, 8, 24)"),
