@@ -769,8 +769,16 @@ REFUSED = {
         ONE_ROW,
         "found [0, 8] over 2 rows",
     ),
-    "broken boundaries": (changed(cu_seqlens=torch.tensor([0.0, 8.0])), "expected a row of whole numbers"),
-    "a number for boundaries": (changed(cu_seqlens=torch.tensor(8)), "a row of whole numbers", "shape ()"),
+    "broken boundaries": (
+        changed(cu_seqlens=torch.tensor([0.0, 8.0])),
+        "expected one axis of integers",
+        "torch.float32",
+    ),
+    "a number for boundaries": (
+        changed(cu_seqlens=torch.tensor(8)),
+        "expected one axis of integers",
+        "shape ()",
+    ),
 }
 
 

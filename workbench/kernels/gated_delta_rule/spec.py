@@ -65,16 +65,13 @@ def check(
         raise InputError(
             f"gated_delta_rule: expected q [B, T, H, K] and v [B, T, V, W], found {tuple(q.shape)} and {tuple(v.shape)}"
         )
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
-        raise InputError(
-            f"cu_seqlens: expected a row of whole numbers, found {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        )
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     for name, count in (("sequence", batch), ("token", tokens), ("key head", key_heads), ("value head", value_heads)):
         if count == 0:
             raise InputError(f"gated_delta_rule: expected at least one {name}, found 0")
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    bounds = sequence_bounds(batch, tokens, cu_seqlens)
+    sequences = batch if bounds is None else len(bounds) - 1
     expected = {
         "k": (k, (batch, tokens, key_heads, key_dim)),
         "v": (v, (batch, tokens, value_heads, value_dim)),
