@@ -2,22 +2,15 @@
 
     python benchmarks/prefill_decode_vs_transformers.py [--checkpoint data/miniature] [--rounds 9]
 
-Both read the same held-out text in fp32 and give the same number of logits. Before anything is timed their logits are
-compared: the limit is the larger of 2e-5 and 1.5 times what transformers' own prefill and decode differ by on that
-text. Tap points are compiled in and nobody observes. Writes benchmarks/results/prefill_decode_vs_transformers.cpu.json.
+Both read the same held-out text in fp32 and give the same number of logits. Before anything is timed their
+logits are compared: the limit is the larger of 2e-5 and 1.5 times what transformers' own prefill and decode
+differ by on that text. Tap points are compiled in and nobody observes. Writes
+benchmarks/results/prefill_decode_vs_transformers.cpu.json.
 """
-
-import os
-
-for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by the libraries when torch is imported
-    os.environ[_name] = "1"
 
 import argparse
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import torch
 import transformers
@@ -31,6 +24,7 @@ from workbench.model import CausalLM
 from workbench.tokenizer import Tokenizer
 from workbench.training.corpus import read_documents
 
+ROOT = Path(__file__).resolve().parent.parent
 NAME = "prefill_decode_vs_transformers"
 PEER_CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
@@ -131,7 +125,8 @@ def main() -> int:
     model = workbench.load(arguments.checkpoint, dtype="float32")
     ours = Workbench(model)
     theirs = Transformers(arguments.checkpoint, model.config.family)
-    ids = read_ids(arguments.checkpoint, arguments.text, max(arguments.prefill, arguments.prompt + arguments.decode))
+    count = max(arguments.prefill, arguments.prompt + arguments.decode)
+    ids = read_ids(arguments.checkpoint, arguments.text, count)
     prefill_ids = ids[:, : arguments.prefill]
     prompt, rest = ids[:, : arguments.prompt], ids[:, arguments.prompt : arguments.prompt + arguments.decode]
 
@@ -141,11 +136,14 @@ def main() -> int:
 
     model.kernels.reset_attestation()
     prefill = bench.interleave(
-        {"workbench": lambda: ours.prefill(prefill_ids), "transformers": lambda: theirs.prefill(prefill_ids)},
+        {
+            "workbench": lambda: ours.prefill(prefill_ids),
+            "transformers": lambda: theirs.prefill(prefill_ids),
+        },
         rounds=arguments.rounds,
     )
     attested_prefill = ours.attested("2 and more")
-    # Caches of the prompt are made outside the measured time; decoding changes them, so each run has a new one.
+    # Caches are made outside the measured time; decoding changes them, so each run has a new one.
     fresh = {"workbench": [], "transformers": []}
     for _ in range(arguments.rounds + 2):
         fresh["workbench"].append(ours.cache(prompt))

@@ -27,11 +27,11 @@ def pin_threads(count: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees instead of returning it to the system; True where that is known to work.
+    """Let this process keep the memory that it frees; True where that is known to work.
 
-    A forward pass frees and allocates tens of megabytes a layer. By default glibc returns part of them to the system
-    and faults them in again, at moments that depend on what the process did before: the same code takes from 0 to
-    100,000 page faults. For measurements only, where it takes that chance out for all sides.
+    A forward pass frees and allocates tens of megabytes a layer. By default glibc returns part of them to the
+    system and faults them in again, at moments that depend on what the process did before: the same code
+    takes from 0 to 100,000 page faults. For measurements only, where it takes that chance out for all sides.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
@@ -60,7 +60,7 @@ def hardware(device: str = "cpu") -> dict[str, object]:
 
 
 def all_versions(*others: str) -> dict[str, str]:
-    """Versions of the workbench, Python and the libraries it computes with, and of `others` by distribution name."""
+    """Versions of the workbench, Python, the libraries it computes with, and the distributions `others`."""
     return versions() | {name: metadata.version(name) for name in others}
 
 
@@ -70,11 +70,16 @@ def commit(folder: Path) -> tuple[str, bool]:
     Raises InputError where there is none: a measurement that nobody can repeat is not worth a file.
     """
 
+    while not folder.is_dir() and folder != folder.parent:  # a folder for results may be yet to come
+        folder = folder.parent
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         try:
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise InputError(f"{folder}: expected a git clone to name the commit measured, found none ({error})") from error
+            raise InputError(
+                f"{folder}: expected a git clone to name the commit measured, found none ({error})"
+            ) from error
 
     return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))

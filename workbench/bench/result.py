@@ -1,7 +1,7 @@
 """Result files: ``<name>.<hardware>.json``, schema 1.
 
-{schema, command, commit, dirty, hardware, versions, correctness: {metric, value, limit}, rows: [...]} with rows
-{case, backend, unit, median, iqr, n, share_of_limit, attested}.
+{schema, command, commit, dirty, hardware, versions, correctness: {metric, value, limit}, rows: [...]} with
+rows {case, backend, unit, median, iqr, n, share_of_limit, attested}.
 """
 
 from __future__ import annotations
@@ -86,16 +86,18 @@ def write_result(
 ) -> Path:
     """Write `<name>.<hardware kind>.json` into `folder` and return its path.
 
-    `project` is a folder inside the clone that was measured (default: `folder`); `peers` are distributions whose
-    versions are recorded beside the usual ones; `conditions` go into `hardware`. Raises InputError when the gate is
-    red, when there are no rows, and for a number that is not finite.
+    `project` is a folder inside the clone that was measured (default: `folder`); `peers` are distributions
+    whose versions are recorded beside the usual ones; `conditions` go into `hardware`. Raises InputError when
+    the gate is red, when there are no rows, and for a number that is not finite.
     """
     correctness.check()
     if not rows:
         raise InputError(f"benchmark {name}: expected at least one row, found none")
     for row in rows:
         if not (math.isfinite(row.median) and math.isfinite(row.iqr)):
-            raise InputError(f"benchmark {name}: case {row.case}, {row.backend}: expected finite numbers, found {row}")
+            raise InputError(
+                f"benchmark {name}: case {row.case}, {row.backend}: expected finite numbers, found {row}"
+            )
     head, dirty = commit(project or folder)
     machine = hardware(device) | dict(conditions or {})
     content = {
@@ -122,8 +124,9 @@ def read_result(path: Path) -> dict[str, object]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: expected a JSON result file, found {error}") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise InputError(f"{path}: expected schema {SCHEMA}, found {content.get('schema') if isinstance(content, dict) else content!r}")
+    found = content.get("schema") if isinstance(content, dict) else content
+    if found != SCHEMA:
+        raise InputError(f"{path}: expected schema {SCHEMA}, found {found!r}")
     expected = {"schema", "command", "commit", "dirty", "hardware", "versions", "correctness", "rows"}
     if set(content) != expected:
         raise InputError(f"{path}: expected the fields {sorted(expected)}, found {sorted(content)}")

@@ -18,8 +18,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round: A B, B A, A B, ... after `warmup` unmeasured rounds.
 
-    Whatever slows the machine for a while slows all sides, and none always runs in the wake of the same other. A run
-    that works asynchronously must wait for its own end. Raises InputError without runs or rounds.
+    Whatever slows the machine for a while slows all sides, and none always runs in the wake of the same
+    other. A run that works asynchronously must wait for its own end. Raises InputError without runs or
+    rounds.
     """
     if not runs or rounds < 1:
         raise InputError(f"timing: expected at least one run and one round, found {len(runs)} and {rounds}")

@@ -1,0 +1,138 @@
+"""Policies as data: presets, JSON, refusals; and the limits of the formats against torch itself."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from workbench.errors import PolicyError
+from workbench.numerics import (
+    CUMSUM_KINDS,
+    EXP_OVERFLOW,
+    EXP_UNDERFLOW,
+    EXPONENT_FORMS,
+    LARGEST,
+    PRESETS,
+    SAFE,
+    SMALLEST_NORMAL,
+    SOLVERS,
+    NumericsPolicy,
+    resolve_policy,
+)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_limits_are_those_of_the_formats(name):
+    info = torch.finfo(getattr(torch, name))
+    assert LARGEST[name] == info.max
+    assert SMALLEST_NORMAL[name] == info.tiny
+
+
+@pytest.mark.parametrize("name", ["float64", "float32"])
+def test_exp_overflows_and_vanishes_at_the_limits(name):
+    dtype = getattr(torch, name)
+
+    def exp(x: float) -> float:
+        return torch.tensor(x, dtype=dtype).exp().item()
+
+    assert math.isfinite(exp(EXP_OVERFLOW[name] - 0.01)) and exp(EXP_OVERFLOW[name] + 0.01) == math.inf
+    assert exp(-EXP_UNDERFLOW[name] + 0.1) > 0.0 and exp(-EXP_UNDERFLOW[name] - 0.1) == 0.0
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_exp_limits_of_the_narrow_formats_hold_for_a_rounded_result(name):
+    dtype = getattr(torch, name)
+
+    def rounded_exp(x: float) -> float:
+        return torch.tensor(x, dtype=torch.float64).exp().to(dtype).item()
+
+    assert math.isfinite(rounded_exp(EXP_OVERFLOW[name] - 0.01))
+    assert rounded_exp(EXP_OVERFLOW[name] + 0.01) == math.inf
+    assert rounded_exp(-EXP_UNDERFLOW[name] + 0.1) > 0.0 and rounded_exp(-EXP_UNDERFLOW[name] - 0.1) == 0.0
+
+
+def test_the_default_is_safe():
+    assert NumericsPolicy() == SAFE == PRESETS["safe"] == resolve_policy(None)
+    assert (SAFE.exponent, SAFE.cumsum, SAFE.state_dtype) == ("difference_then_mask", "float64", "float32")
+    assert (SAFE.chunk, SAFE.clamps) == (64, ())
+
+
+def test_each_preset_is_what_its_name_says():
+    assert PRESETS["fp32_cumsum"] == dataclasses.replace(SAFE, cumsum="float32")
+    assert PRESETS["segsum"] == dataclasses.replace(SAFE, cumsum="segsum")
+    for form in ("factored", "factored_mask_after", "mask_after", "multiply_mask"):
+        assert PRESETS[form] == dataclasses.replace(SAFE, exponent=form, cumsum="float32")
+
+
+@pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
+def test_json_keeps_every_field(policy):
+    text = json.dumps(policy.to_json())
+    assert set(json.loads(text)) == {"exponent", "cumsum", "state_dtype", "solver", "chunk", "clamps"}
+    assert NumericsPolicy.from_json(json.loads(text)) == policy
+
+
+def test_absent_fields_take_the_safe_value():
+    assert NumericsPolicy.from_json({}) == SAFE
+    assert NumericsPolicy.from_json({"chunk": 16}) == dataclasses.replace(SAFE, chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"exponent": "fast"}, "field exponent: expected one of difference_then_mask, .*found 'fast'"),
+        ({"cumsum": "bfloat16"}, "field cumsum: expected one of float64, float32, segsum, found 'bfloat16'"),
+        ({"solver": "neumann"}, "field solver: expected one of .*found 'neumann'"),
+        ({"state_dtype": "bfloat16"}, "field state_dtype: expected float32 or float64, found 'bfloat16'"),
+        ({"chunk": 0}, "field chunk: expected a whole number from 1 to 1024, found 0"),
+        ({"chunk": 2048}, "field chunk: .* found 2048"),
+        ({"chunk": 64.0}, "field chunk: .* found 64.0"),
+        ({"chunk": True}, "field chunk: .* found True"),
+        ({"clamps": [{"site": "cumsum", "lo": -20}]}, "field clamps: expected an empty list, found 1 clamps"),
+        ({"clamps": "none"}, "field clamps: expected a list, found str"),
+        ({"chunks": 64}, "unknown field 'chunks', expected chunk, clamps, cumsum, exponent, "),
+        ([], "expected a JSON object, found list"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields, message):
+    with pytest.raises(PolicyError, match=message):
+        NumericsPolicy.from_json(fields)
+
+
+def test_every_known_value_is_accepted():
+    for field, known in (("exponent", EXPONENT_FORMS), ("cumsum", CUMSUM_KINDS), ("solver", SOLVERS)):
+        for value in known:
+            assert getattr(NumericsPolicy(**{field: value}), field) == value
+
+
+def test_a_policy_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SAFE.chunk = 16
+
+
+def test_a_policy_comes_from_itself_a_name_or_a_file(tmp_path):
+    assert resolve_policy(SAFE) is SAFE
+    assert resolve_policy("segsum") is PRESETS["segsum"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"cumsum": "float32", "chunk": 32}), encoding="utf-8")
+    assert resolve_policy(path) == resolve_policy(str(path)) == NumericsPolicy(cumsum="float32", chunk=32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "neither a preset \\(safe, fp32_cumsum, .*\\) nor a file"),
+        ("{", "mine.json: not JSON"),
+        (b"\xff\xfe", "mine.json: not JSON"),
+        ("[1]", "mine.json: expected a JSON object, found list"),
+        ('{"stat": 1}', "mine.json: unknown field 'stat'"),
+    ],
+)
+def test_an_unusable_file_is_one_line_that_names_it(tmp_path, content, message):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(PolicyError, match=message) as caught:
+        resolve_policy(path)
+    assert "\n" not in str(caught.value)
