@@ -86,9 +86,7 @@ RMS_NORM |= {
     "zeros": {"x": torch.zeros(1, 2, 16), "weight": normal(2, 16), "eps": EPS},
     "a weight of -1": {"x": normal(1, 1, 3, 16), "weight": normal(2, 16).clamp(max=-1.0), "eps": EPS},
 }  # fmt: skip
-GATED_RMS_NORM = {
-    name: {**case, "gate": 3.0 * normal(4, *case["x"].shape)} for name, case in RMS_NORM.items()
-}
+GATED_RMS_NORM = {name: {**case, "gate": 3.0 * normal(4, *case["x"].shape)} for name, case in RMS_NORM.items()}
 
 LINEAR = {
     "one row": {"x": normal(1, 1, 1, 33), "weight": normal(2, 7, 33)},
@@ -102,9 +100,7 @@ LINEAR = {
 }
 
 
-def attention_case(
-    tokens, keys=None, rows=1, heads=4, kv_heads=2, head_dim=16, lengths=None, packed=None
-) -> dict:
+def attention_case(tokens, keys=None, rows=1, heads=4, kv_heads=2, head_dim=16, lengths=None, packed=None) -> dict:
     keys = tokens if keys is None else keys
     sequences = rows if packed is None else len(packed)
     return {
@@ -200,23 +196,16 @@ def limit(op: str, dtype: torch.dtype) -> float:
 
 
 def cast(case: dict, dtype: torch.dtype) -> dict:
-    return {
-        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in case.items()
-    }
+    return {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in case.items()}
 
 
-def outputs(
-    op: str, name: str | None, case: dict, kernels: Kernels | None = None
-) -> tuple[Tensor, ...] | None:
+def outputs(op: str, name: str | None, case: dict, kernels: Kernels | None = None) -> tuple[Tensor, ...] | None:
     """What the backend makes of the case; None where it refuses it before it runs."""
     kernels = kernels or Kernels({} if name is None else {op: name})
     try:
         found = getattr(kernels, op)(**case)
     except BackendError as refusal:
-        assert re.search(
-            rf"op {op}: backend {name} was asked for and cannot serve this call: \w.{{9,}}", str(refusal)
-        )
+        assert re.search(rf"op {op}: backend {name} was asked for and cannot serve this call: \w.{{9,}}", str(refusal))
         assert "\n" not in str(refusal)
         return None
     return found if isinstance(found, tuple) else (found,)
@@ -309,9 +298,7 @@ def cotangents(found: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
     return [(p, torch.linspace(-1.0, 2.0, p.numel(), dtype=F64).view(p.shape).to(p.dtype)) for p in parts]
 
 
-def gradients(
-    op: str, name: str | None, case: dict, only: tuple[str, ...] | None = None
-) -> dict[str, Tensor] | None:
+def gradients(op: str, name: str | None, case: dict, only: tuple[str, ...] | None = None) -> dict[str, Tensor] | None:
     """Gradients of a weighted sum of the outputs with respect to all floating inputs, or `only` some."""
     leaves = {
         key: x.detach().clone().requires_grad_(only is None or key in only)
@@ -392,9 +379,7 @@ def test_convolution_by_hand(name):
     expected[0] = 1.0 / (1.0 + math.exp(-1.0))
     torch.testing.assert_close(y[0, :4, 0], expected, rtol=1e-4, atol=0)
     assert window.flatten().tolist() == [2.0, 3.0]
-    y, window = outputs(
-        "causal_conv", name, {"x": x, "weight": weight, "window": torch.tensor([[[7.0], [8.0]]])}
-    )
+    y, window = outputs("causal_conv", name, {"x": x, "weight": weight, "window": torch.tensor([[[7.0], [8.0]]])})
     torch.testing.assert_close(y[0, :2, 0], torch.tensor([781.0, 812.0]))
 
 
@@ -463,9 +448,7 @@ def test_the_gated_norm_by_hand(name):
 @pytest.mark.parametrize("name", OPERATIONS["gated_rms_norm"].backends)
 def test_the_gated_norm_rounds_where_its_definition_does(name):
     """In bf16 the normalised value is rounded before weight and gate: equal in almost every bit."""
-    case = cast(
-        {**GATED_RMS_NORM["2 x 5 x 33"], "x": normal(8, 40, 5, 33), "gate": normal(9, 40, 5, 33)}, BF16
-    )
+    case = cast({**GATED_RMS_NORM["2 x 5 x 33"], "x": normal(8, 40, 5, 33), "gate": normal(9, 40, 5, 33)}, BF16)
     (found,), (expected,) = (
         outputs("gated_rms_norm", name, case),
         outputs("gated_rms_norm", "reference", case),
@@ -473,9 +456,7 @@ def test_the_gated_norm_rounds_where_its_definition_does(name):
     assert (found != expected).float().mean().item() < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), [pair for pair in BACKENDS if pair[0] in ("rms_norm", "gated_rms_norm")]
-)
+@pytest.mark.parametrize(("op", "name"), [pair for pair in BACKENDS if pair[0] in ("rms_norm", "gated_rms_norm")])
 def test_norms_see_one_row_at_a_time_and_show_its_nan(op, name):
     case = {k: x.clone() if isinstance(x, Tensor) else x for k, x in CASES[op]["2 x 5 x 33"].items()}
     (clean,) = outputs(op, name, case)
@@ -589,9 +570,16 @@ def test_among_equal_experts_the_lowest_number_wins(name, dtype):
         weights, experts = outputs("routing", name, case)
         assert experts.tolist() == [chosen for _, chosen in rows] * repeat
         assert bool((weights.diff(dim=-1) <= 0).all())
-        assert torch.allclose(
-            weights.float().sum(-1), torch.ones(7 * repeat), atol=2 * torch.finfo(dtype).eps
-        )
+        assert torch.allclose(weights.float().sum(-1), torch.ones(7 * repeat), atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("count", [16, 64, 256])
+@pytest.mark.parametrize("name", OPERATIONS["routing"].backends)
+def test_ties_among_many_experts(name, count):
+    """From some number of experts on, a sort that is not stable does change the order."""
+    logits = torch.randint(0, 3, (40, count), generator=torch.Generator().manual_seed(1)).float()
+    _, experts = outputs("routing", name, {"logits": logits, "top_k": 8, "normalise": True})
+    assert experts.tolist() == [sorted(range(count), key=lambda e, r=row: -r[e])[:8] for row in logits.tolist()]
 
 
 @pytest.mark.parametrize("name", OPERATIONS["routing"].backends)
@@ -653,9 +641,7 @@ def test_every_router_chooses_alike(rows, count, normalise, dtype, data):
         if found is None:
             continue
         weights, experts = found
-        ranked = [
-            sorted(range(count), key=lambda e, row=row: -row[e])[:top_k] for row in probabilities.tolist()
-        ]
+        ranked = [sorted(range(count), key=lambda e, row=row: -row[e])[:top_k] for row in probabilities.tolist()]
         assert experts.tolist() == ranked, name
         expected = probabilities.gather(1, experts)
         expected = expected / expected.sum(-1, keepdim=True) if normalise else expected
@@ -682,9 +668,7 @@ def test_experts_by_hand(name):
     silu = {x: x / (1.0 + math.exp(-x)) for x in (2.0, -1.0)}
     expected = torch.tensor([0.25 * silu[2.0] * 3.0, 0.75 * 2.0 * silu[-1.0] * 3.0])
     for tokens in (1, 6, 520):
-        repeated = {
-            key: x.repeat(tokens, 1) if key in ("x", "weights", "experts") else x for key, x in case.items()
-        }
+        repeated = {key: x.repeat(tokens, 1) if key in ("x", "weights", "experts") else x for key, x in case.items()}
         found = outputs("experts", name, repeated)
         if found is not None:
             torch.testing.assert_close(found[0], expected.repeat(tokens, 1))
@@ -708,9 +692,7 @@ def test_a_nan_in_an_expert_reaches_the_tokens_that_chose_it_and_no_other(name, 
         if name in READS_EVERY_EXPERT:
             assert bool(torch.isnan(found[0]).all())
         else:
-            assert torch.equal(torch.isnan(found[0]).all(-1), hit) and torch.equal(
-                torch.isnan(found[0]).any(-1), hit
-            )
+            assert torch.equal(torch.isnan(found[0]).all(-1), hit) and torch.equal(torch.isnan(found[0]).any(-1), hit)
 
 
 @pytest.mark.parametrize("name", OPERATIONS["experts"].backends)
@@ -730,9 +712,7 @@ def test_a_nan_in_one_token_reaches_no_other(name):
 @hypothesis.given(tokens=st.integers(1, 12), count=st.integers(1, 6), seed=st.integers(0, 99), data=st.data())
 def test_any_choice_of_experts(name, tokens, count, seed, data):
     top_k = data.draw(st.integers(1, count))
-    case = cast(
-        experts_spec.example(tokens=tokens, experts=count, top_k=top_k, hidden=7, width=3, seed=seed), F64
-    )
+    case = cast(experts_spec.example(tokens=tokens, experts=count, top_k=top_k, hidden=7, width=3, seed=seed), F64)
     case["experts"] = torch.tensor(
         [data.draw(st.permutations(range(count)))[:top_k] for _ in range(tokens)], dtype=torch.int64
     )
