@@ -37,6 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     past = k.shape[0] - tokens
     # The softmax is taken in place and in base 2, and divides the narrow output instead of the scores.
     q, k, v = q.transpose(0, 1) * (scale * math.log2(math.e)), k.contiguous(), v.contiguous()
+    most = min(max(MOST_ROWS // group, 1), tokens)
+    future = torch.full((most, most), -torch.inf).triu_(1)  # of a block: its last columns
     out = q.new_empty(group, tokens, head_dim)
     start = 0
     while start < tokens:
@@ -44,8 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         stop = min(start + max(max(rows, ROW_STEP) // group, 1), tokens)
         count, visible = stop - start, past + stop
         scores = product(q[:, start:stop].reshape(-1, head_dim), k[:visible])
-        future = torch.full((count, count), -torch.inf).triu_(1)  # keys of the future lie in the last columns
-        scores.view(group, count, visible)[..., past + start :].add_(future)
+        scores.view(group, count, visible)[..., past + start :].add_(future[:count, :count])
         scores.sub_(scores.amax(-1, keepdim=True)).exp2_()
         weighted = product(scores, v[:visible].T).div_(scores.sum(-1, keepdim=True))
         out[:, start:stop] = weighted.view(group, count, head_dim)

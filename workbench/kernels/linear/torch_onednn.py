@@ -12,6 +12,9 @@ from torch import Tensor
 
 from workbench.kernels.registry import Call
 
+#: torch's inductor calls it under this name; None in builds without oneDNN.
+_PRODUCT = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
 #: Below this many rows the overhead of the call is larger than what is saved.
 LEAST_ROWS = 32
 
@@ -26,7 +29,7 @@ def refusal(call: Call, least_rows: int) -> str | None:
         return "torch's oneDNN product has no backward pass"
     if call.tokens < least_rows:
         return f"the call costs more than it saves below {least_rows} rows"
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if _PRODUCT is None or not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     return None
 
@@ -36,8 +39,8 @@ def supports(call: Call) -> str | None:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T for x [..., D] and weight [N, D], either transposed at most: oneDNN's code for other strides crawls."""
-    return torch.ops.mkldnn._linear_pointwise.default(x.contiguous(), weight, None, "none", [], "")
+    """x weight^T for x [..., D] and weight [N, D], transposed at most: oneDNN's code for other strides crawls."""
+    return _PRODUCT(x.contiguous(), weight, None, "none", [], "")
 
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
