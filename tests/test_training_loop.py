@@ -1,6 +1,7 @@
 """The training loop: its loss terms written out again, and a resumed run against an uninterrupted one."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -92,7 +93,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth():
     settings = Settings(steps=1000, warmup=100, learning_rate=1.0)
     rates = [learning_rate(step, settings) for step in range(1000)]
     assert rates[0] == 0.01 and rates[99] == 1.0 and max(rates) == 1.0
-    assert all(a >= b for a, b in zip(rates[100:], rates[101:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[99:]))
     assert rates[-1] == pytest.approx(0.1, abs=1e-4)
 
 

@@ -7,6 +7,7 @@ inputs of the convolution and the fp32 recurrent state, whose size does not depe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -35,13 +36,15 @@ class KeyValueCache:
                 torch.cat([x, x.new_zeros(x.shape[0], extra, *x.shape[2:])], dim=1) for x in (self.keys, self.values)
             )
 
-    def append(self, keys: Tensor, values: Tensor, lengths: list[int], bounds: list[int] | None) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, lengths: list[int], bounds: list[int] | None
+    ) -> tuple[Tensor, Tensor]:
         """Write new rows behind the `lengths` valid ones; return the stores cut to the longest sequence.
 
         keys, values [S, T, kv heads, head_dim], or [1, total, ...] packed between `bounds`.
         """
         sequences = len(lengths)
-        added = [keys.shape[1]] * sequences if bounds is None else [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        added = [keys.shape[1]] * sequences if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         longest = max(n + t for n, t in zip(lengths, added, strict=True))
         self.reserve(longest)
         for store, new in ((self.keys, keys.detach()), (self.values, values.detach())):
@@ -77,9 +80,8 @@ class Cache:
         for kind in config.layer_types:
             if kind == "full_attention":
                 shape = (sequences, 0, config.num_key_value_heads, config.head_dim)
-                layers.append(
-                    KeyValueCache(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
-                )
+                keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+                layers.append(KeyValueCache(keys, values))
             else:
                 window = (sequences, config.linear_conv_kernel_dim - 1, config.conv_dim)
                 state = (
@@ -127,6 +129,6 @@ class Cache:
             raise InputError(f"cache: expected {sequences} sequences as in the input, found {self.sequences}")
         if self.is_inference and not torch.is_inference_mode_enabled():
             raise InputError(
-                "cache: expected one that can be written to, found one filled under torch.inference_mode(); go on under "
-                "it, or continue from cache.clone()"
+                "cache: expected one that can be written to, found one filled under torch.inference_mode(); "
+                "go on under it, or continue from cache.clone()"
             )

@@ -8,6 +8,7 @@ Layers compute only through `Kernels` (which backend runs) and show what they co
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -266,7 +267,7 @@ class GatedAttention(nn.Module):
             parts = [(s, 0, k.shape[1]) for s in range(len(lengths))]
         else:
             key_lengths = [n + b - a for n, a, b in zip(lengths, bounds, bounds[1:], strict=False)]
-            parts = [(0, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+            parts = [(0, a, b) for a, b in itertools.pairwise(bounds)]
         past = None if cache is None or not any(lengths) else (cache.keys, cache.values)
         if bounds is None and past is None:
             visible = k, v
@@ -275,7 +276,7 @@ class GatedAttention(nn.Module):
             visible = tuple(
                 nn.utils.rnn.pad_sequence(
                     [
-                        new[row, a:b] if past is None else torch.cat([past[which][s, : lengths[s]].clone(), new[row, a:b]])
+                        new[row, a:b] if past is None else torch.cat([past[which][s, : lengths[s]], new[row, a:b]])
                         for s, (row, a, b) in enumerate(parts)
                     ],
                     batch_first=True,
@@ -487,7 +488,7 @@ class CausalLM(nn.Module):
             x = layer(x, shared, cache.layers[i] if cache is not None else None, scoped)
         if cache is not None:
             bounds = shared.bounds
-            added = [tokens] * batch if bounds is None else [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+            added = [tokens] * batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
             cache.lengths = [n + t for n, t in zip(shared.lengths, added, strict=True)]
         hidden = observe(tap, taps.FINAL_NORM, self.norm(x, self.kernels))
         return ModelOutput(observe(tap, taps.LOGITS, self.head(hidden)), hidden, cache)
@@ -560,7 +561,9 @@ class CausalLM(nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"input_ids: expected int64 or int32 token ids, found {ids.dtype}")
         if ids.dim() != 2 or ids.shape[1] == 0:
-            raise InputError(f"input_ids: expected shape [batch, tokens] with at least one token, found {tuple(ids.shape)}")
+            raise InputError(
+                f"input_ids: expected shape [batch, tokens] with at least one token, found {tuple(ids.shape)}"
+            )
         if ids.device.type != "cpu":  # a host sync per call; there the embedding's own device assertion stands
             return
         low, high = (int(bound) for bound in torch.aminmax(ids))
@@ -596,7 +599,8 @@ class CausalLM(nn.Module):
         if not bool((runs == 1).all()):
             row = int((runs != 1).nonzero()[0])
             raise InputError(
-                f"attention_mask row {row}: expected one run of ones, padded on the left or right, found {int(runs[row])}"
+                f"attention_mask row {row}: expected one run of ones, padded on the left or right, "
+                f"found {int(runs[row])}"
             )
         where = mask.flatten().nonzero().squeeze(1)
         bounds = F.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()

@@ -47,7 +47,7 @@ CUMSUM_KINDS = {
     "segsum": "every window summed by itself in float32: no cancellation, C times the additions",
 }
 SOLVERS = {
-    "block_substitution": "8-row blocks by substitution, merged to 32-row inverses, then block by block: matrix products",
+    "block_substitution": "8-row blocks by substitution, merged to 32-row inverses, then block by block",
     "solve_triangular": "torch.linalg.solve_triangular on the unit lower triangular system",
     "row_loop": "forward substitution one row at a time: needs no solver library",
 }

@@ -39,7 +39,9 @@ def windows(tokens: np.ndarray, length: int) -> Tensor:
     """
     count = (len(tokens) - 1) // length
     if count < 1:
-        raise InputError(f"tokens: expected at least {length + 1} for one window, found {len(tokens)}; shorten the window")
+        raise InputError(
+            f"tokens: expected at least {length + 1} for one window, found {len(tokens)}; shorten the window"
+        )
     rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), length + 1)[: count * length : length]
     return torch.from_numpy(rows.astype(np.int64))
 

@@ -1,8 +1,8 @@
 """Which implementation of an op runs: declared backends, a choice made before the call, and a record of it.
 
-Rules. A backend named by the user runs or the call fails with the exact reason; it is never replaced. Where nobody
-named one, the op's own order of preference decides, the refusals are kept, and `Kernels.attestation` shows them
-with the number of calls. A backend that fails while it runs is an error in both cases.
+Rules. A backend named by the user runs or the call fails with the exact reason; it is never replaced. Where
+nobody named one, the op's own order of preference decides, the refusals are kept, and `Kernels.attestation`
+shows them with the number of calls. A backend that fails while it runs is an error in both cases.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from workbench.numerics import NumericsPolicy
 class Call:
     """What is known of a call before it is made; backends decide on it whether they can serve.
 
-    `tokens` is the number of tokens of one sequence for sequence ops and of all rows for per-row ops; `packed` says
-    that sequences of different length share one batch row; `needs_grad` that a backward pass will follow.
+    `tokens` is the number of tokens of one sequence for sequence ops and of all rows for per-row ops;
+    `packed` says that sequences of different length share one batch row; `needs_grad` that a backward pass
+    will follow.
     """
 
     op: str
@@ -36,7 +37,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation of one op: `supports(call)` is the reason of refusal or None, `run` the op itself."""
+    """One implementation of one op: `supports(call)` is the reason of refusal or None, `run` the op itself.
+    """
 
     op: str
     name: str
@@ -46,7 +48,8 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An op, its backends by name, and the order in which they are tried for a given call when none is named."""
+    """An op, its backends by name, and the order in which they are tried for a given call when none is named.
+    """
 
     name: str
     backends: Mapping[str, Backend]
@@ -55,7 +58,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons."""
+    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons.
+    """
 
     backend: Backend
     reason: str
@@ -75,7 +79,9 @@ def register_operation(
 
 
 def register_backend(op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None]) -> None:
-    """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is taken."""
+    """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is
+    taken.
+    """
     operation = operation_named(op)
     if name in operation.backends:
         raise BackendError(f"op {op}: backend {name!r} is registered already; choose another name")
@@ -90,7 +96,8 @@ def operation_named(op: str) -> Operation:
 
 
 def resolve(call: Call, requested: str | None = None) -> Resolution:
-    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses."""
+    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses.
+    """
     operation = operation_named(call.op)
     if requested is not None:
         if requested not in operation.backends:
@@ -116,7 +123,9 @@ def resolve(call: Call, requested: str | None = None) -> Resolution:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a user asked for: a backend per op (or for every op that has one of that name), and a policy's name."""
+    """What a user asked for: a backend per op (or for every op that has one of that name), and a policy's
+    name.
+    """
 
     backends: Mapping[str, str] = field(default_factory=dict)
     policy: str | None = None
@@ -125,9 +134,10 @@ class Selection:
 def parse_selection(text: str | None) -> Selection:
     """Read ``[OP=]NAME[:POLICY]``, several separated by commas; None chooses automatically.
 
-    Without ``OP=`` the name applies to every op that has a backend of that name; ``OP=`` goes before it, so that
-    ``reference,experts=torch_sorted`` is everything but one op. ``auto`` leaves the choice to the op. Raises
-    BackendError for an empty part, a name that no op has, an op named twice, and two different policies.
+    Without ``OP=`` the name applies to every op that has a backend of that name; ``OP=`` goes before it, so
+    that ``reference,experts=torch_sorted`` is everything but one op. ``auto`` leaves the choice to the op.
+    Raises BackendError for an empty part, a name that no op has, an op named twice, and two different
+    policies.
     """
     by_op: dict[str, str] = {}
     by_name: dict[str, str] = {}
@@ -143,7 +153,9 @@ def parse_selection(text: str | None) -> Selection:
             operations = operations if op else list(OPERATIONS.values())
         elif not operations:
             known = sorted({b for o in OPERATIONS.values() for b in o.backends})
-            raise BackendError(f"backend {name!r}: no op has a backend of that name, expected one of {', '.join(known)}")
+            raise BackendError(
+                f"backend {name!r}: no op has a backend of that name, expected one of {', '.join(known)}"
+            )
         chosen = by_op if op else by_name
         for operation in operations:
             if name != "auto" and name not in operation.backends:

@@ -148,7 +148,7 @@ def losses(model: CausalLM, batch: Tensor, mtp_weight: float) -> dict[str, Tenso
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay; norms, gates (A_log, dt_bias) and convolutions do not: decay would pull a gate's time constant."""
+    """Matrices decay; norms, gates (A_log, dt_bias) and convolutions do not: it would pull a gate's time constant."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.dim() >= 2 and not name.endswith("conv1d.weight")]
     others = [p for name, p in named if p.dim() < 2 or name.endswith("conv1d.weight")]
@@ -206,7 +206,9 @@ class Run:
             raise InputError(f"{path}: nothing to resume; start without --resume")
         state = json.loads(path.read_text(encoding="utf-8"))
         if state["settings"] != dataclasses.asdict(self.settings):
-            raise InputError(f"{path}: was made with other settings {state['settings']}; give the same or another --out")
+            raise InputError(
+                f"{path}: was made with other settings {state['settings']}; give the same or another --out"
+            )
         tensors = load_file(self.out / "state.safetensors", device=str(self.device))
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
         self.best = tuple(state["best"])
@@ -236,7 +238,8 @@ class Run:
             rate = learning_rate(self.step, settings)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            terms = losses(self.model, draw_batch(self.train_tokens, self.step, settings).to(self.device), settings.mtp_weight)
+            batch = draw_batch(self.train_tokens, self.step, settings).to(self.device)
+            terms = losses(self.model, batch, settings.mtp_weight)
             self.optimizer.zero_grad(set_to_none=True)
             terms["total"].backward()
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=False)
@@ -255,7 +258,10 @@ class Run:
     def _evaluate(self, terms: dict[str, Tensor], norm: float, rate: float) -> None:
         values = {name: value.item() for name, value in terms.items()}
         if not math.isfinite(values["total"]) or not math.isfinite(norm):
-            raise InputError(f"step {self.step}: loss {values['total']}, gradient norm {norm}: not finite; lower the rate")
+            raise InputError(
+                f"step {self.step}: expected a finite loss and gradient, found {values['total']} and {norm}; "
+                "lower the learning rate"
+            )
         heldout, seconds = self.heldout_loss(), self.seconds
         if heldout < self.best[0]:
             self.best = (heldout, self.step)
@@ -286,7 +292,7 @@ class Run:
         os.replace(temporary, path)
 
     def export(self, command: str) -> dict[str, object]:
-        """Write the best weights as a checkpoint in bf16 and training.json with the figures of those rounded weights."""
+        """Write the best weights as a checkpoint in bf16, and training.json with the figures of those weights."""
         tensors = {name: tensor.cpu() for name, tensor in self.best_weights.items()}
         folder = self.out / "checkpoint"
         write_checkpoint(folder, self.config, tensors, layout="official", dtype=torch.bfloat16)
@@ -326,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the run; made when missing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in --out")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop (saved, resumable) after this many seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop (resumable) after this many seconds")
     parser.add_argument("--evaluate-every", type=int, default=250, help="steps between held-out evaluations")
     for field in dataclasses.fields(Settings):
         name = "--" + field.name.replace("_", "-")

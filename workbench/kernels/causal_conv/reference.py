@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def run(
         bounds = cu_seqlens.tolist()
         parts = [
             run(x[:, a:b], weight, window=None if window is None else window[i : i + 1])
-            for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (a, b) in enumerate(itertools.pairwise(bounds))
         ]
         return torch.cat([y for y, _ in parts], dim=1), torch.cat([w for _, w in parts])
     width = weight.shape[1]

@@ -1,6 +1,10 @@
-"""Causal convolution as `width` shifted multiply-adds in [B, T, channels] layout: no transposition, any device."""
+"""Causal convolution as `width` shifted multiply-adds in [B, T, channels] layout: no transposition, any
+device.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +24,7 @@ def packed_rows(bounds: list[int], width: int, device: torch.device) -> tuple[Te
     Returns (the row of each token [total], the rows of each new window [S, width - 1]).
     """
     tokens, windows = [], []
-    for sequence, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for sequence, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shift = (sequence + 1) * (width - 1)
         tokens.append(torch.arange(start + shift, stop + shift))
         windows.append(torch.arange(stop + shift - (width - 1), stop + shift))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def oracle(
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))  # [B, T, V, K]
     bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
     rows = [(b, 0, tokens) for b in range(batch)] if bounds is None else [
-        (0, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)
+        (0, start, stop) for start, stop in itertools.pairwise(bounds)
     ]
     out = torch.full((batch, tokens, value_heads, value_dim), torch.nan, dtype=torch.float64, device=q.device)
     states = []

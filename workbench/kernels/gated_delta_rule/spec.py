@@ -12,7 +12,8 @@ log_decay     [B, T, V]     log space, <= 0, fp32
 beta          [B, T, V]     in (0, 1)
 initial_state [S, V, K, W]  fp32, S sequences; None is zero
 cu_seqlens    [S + 1]       int, on the CPU; then B is 1 and sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]
-out           [B, T, V, W]  dtype of v;  state [S, V, K, W] fp32 (fp64 when q or the state of the policy is), a new tensor
+out           [B, T, V, W]  dtype of v
+state         [S, V, K, W]  fp32 (fp64 when q or the state of the policy is), a new tensor
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunk form after arXiv 2406.06484.
 """
@@ -34,7 +35,8 @@ def automatic_order(call: Call) -> tuple[str, ...]:
 
 
 def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int] | None:
-    """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed."""
+    """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed.
+    """
     if cu_seqlens is None:
         return None
     if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1:
@@ -108,7 +110,8 @@ def example(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Valid inputs for tests and timings: unit keys, scaled queries, gates as given or drawn from -U(0, 2)."""
+    """Valid inputs for tests and timings: unit keys, scaled queries, gates as given or drawn from -U(0, 2).
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,6 +1,9 @@
-"""The recurrence of `spec` token by token in PyTorch, fp32 accumulation: the decode step, and a slow prefill."""
+"""The recurrence of `spec` token by token in PyTorch, fp32 accumulation: the decode step, and a slow prefill.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -41,12 +44,12 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form alone."""
-    batch, tokens, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    compute = torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype)))
-    group = value_heads // key_heads
-    if group > 1:
+    """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form
+    alone.
+    """
+    batch, tokens, key_heads, key_dim = q.shape value_heads, value_dim = v.shape[2:] compute =
+    torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))) group
+    = value_heads // key_heads if group > 1:
         q, k = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (q, k))
     pairs = batch * value_heads
     rows = [x if x.dtype == compute else x.to(compute) for x in (q, k, v, log_decay, beta)]
@@ -65,7 +68,7 @@ def run(
         out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim))
     else:
         outs, states = [], []
-        for sequence, part in enumerate([(0, tokens)] if bounds is None else zip(bounds, bounds[1:], strict=False)):
+        for sequence, part in enumerate([(0, tokens)] if bounds is None else itertools.pairwise(bounds)):
             current = (state if bounds is None else state[sequence]).reshape(pairs, key_dim, value_dim)
             for t in range(*part):
                 here = slice(t * pairs, (t + 1) * pairs)

@@ -1,8 +1,8 @@
 """The projection of `spec` with oneDNN, which torch carries: for fp32 on a CPU without a backward pass.
 
-torch sends fp32 matrix products to MKL, whose code for CPUs not made by Intel stops at AVX2: on a CPU with AVX-512
-oneDNN takes half the time. Its kernels are compiled on first use of a shape (0.3 ms), its call costs more than MKL's,
-so that a few rows are left to MKL.
+torch sends fp32 matrix products to MKL, whose code for CPUs not made by Intel stops at AVX2: on a CPU with
+AVX-512 oneDNN takes half the time. Its kernels are compiled on first use of a shape (0.3 ms), its call costs
+more than MKL's, so that a few rows are left to MKL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def supports(call: Call) -> str | None:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T for x [..., D] and weight [N, D], transposed at most: oneDNN's code for other strides crawls."""
+    """x weight^T for x [..., D] and weight [N, D], transposed at most: oneDNN's code for other strides
+    crawls.
+    """
     return _PRODUCT(x.contiguous(), weight, None, "none", [], "")
 
 
