@@ -47,9 +47,12 @@ def run(
     """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form
     alone.
     """
-    batch, tokens, key_heads, key_dim = q.shape value_heads, value_dim = v.shape[2:] compute =
-    torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))) group
-    = value_heads // key_heads if group > 1:
+    batch, tokens, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    state_dtype = torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))
+    compute = torch.promote_types(q.dtype, state_dtype)
+    group = value_heads // key_heads
+    if group > 1:
         q, k = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (q, k))
     pairs = batch * value_heads
     rows = [x if x.dtype == compute else x.to(compute) for x in (q, k, v, log_decay, beta)]
