@@ -37,8 +37,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation of one op: `supports(call)` is the reason of refusal or None, `run` the op itself.
-    """
+    """One implementation of one op: `supports(call)` is the reason of refusal or None, `run` the op itself."""
 
     op: str
     name: str
@@ -48,8 +47,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An op, its backends by name, and the order in which they are tried for a given call when none is named.
-    """
+    """An op, its backends by name, and the order in which they are tried for a given call when none is named."""
 
     name: str
     backends: Mapping[str, Backend]
@@ -58,8 +56,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons.
-    """
+    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons."""
 
     backend: Backend
     reason: str
@@ -79,9 +76,7 @@ def register_operation(
 
 
 def register_backend(op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None]) -> None:
-    """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is
-    taken.
-    """
+    """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is taken."""
     operation = operation_named(op)
     if name in operation.backends:
         raise BackendError(f"op {op}: backend {name!r} is registered already; choose another name")
@@ -96,8 +91,7 @@ def operation_named(op: str) -> Operation:
 
 
 def resolve(call: Call, requested: str | None = None) -> Resolution:
-    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses.
-    """
+    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses."""
     operation = operation_named(call.op)
     if requested is not None:
         if requested not in operation.backends:
@@ -123,9 +117,7 @@ def resolve(call: Call, requested: str | None = None) -> Resolution:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a user asked for: a backend per op (or for every op that has one of that name), and a policy's
-    name.
-    """
+    """What a user asked for: a backend per op (or for every op that has one of that name), and a policy's name."""
 
     backends: Mapping[str, str] = field(default_factory=dict)
     policy: str | None = None

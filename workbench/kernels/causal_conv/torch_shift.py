@@ -1,6 +1,4 @@
-"""Causal convolution as `width` shifted multiply-adds in [B, T, channels] layout: no transposition, any
-device.
-"""
+"""Causal convolution as `width` shifted multiply-adds in [B, T, channels] layout: no transposition, any device."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def automatic_order(call: Call) -> tuple[str, ...]:
 
 
 def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int] | None:
-    """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed.
-    """
+    """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed."""
     if cu_seqlens is None:
         return None
     if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1:
@@ -110,8 +109,7 @@ def example(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Valid inputs for tests and timings: unit keys, scaled queries, gates as given or drawn from -U(0, 2).
-    """
+    """Valid inputs for tests and timings: unit keys, scaled queries, gates as given or drawn from -U(0, 2)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,5 +1,4 @@
-"""The recurrence of `spec` token by token in PyTorch, fp32 accumulation: the decode step, and a slow prefill.
-"""
+"""The recurrence of `spec` token by token in PyTorch, fp32 accumulation: the decode step, and a slow prefill."""
 
 from __future__ import annotations
 
@@ -44,9 +43,7 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form
-    alone.
-    """
+    """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form alone."""
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     state_dtype = torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))

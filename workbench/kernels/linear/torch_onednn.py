@@ -39,9 +39,7 @@ def supports(call: Call) -> str | None:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T for x [..., D] and weight [N, D], transposed at most: oneDNN's code for other strides
-    crawls.
-    """
+    """x weight^T for x [..., D] and weight [N, D], transposed at most: oneDNN's code for other strides crawls."""
     return _PRODUCT(x.contiguous(), weight, None, "none", [], "")
 
 
