@@ -131,12 +131,20 @@ class Joint:
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Sequence[Tensor]:
         """x [..., D] -> one [..., rows] per layer."""
-        weights = [layer.weight for layer in self.layers]
-        is_apart = self.matrix is None or [weight.data_ptr() for weight in weights] != self.pointers
-        is_watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
-        if is_apart or is_watched or (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+        if self.matrix is None or self._must_be_separate():
             return [layer(x, kernels) for layer in self.layers]
         return kernels.linear(x, self.matrix).split_with_sizes(self.sizes, -1)
+
+    def _must_be_separate(self) -> bool:
+        """Whether a weight was replaced, is to be trained, or a hook waits for its layer; asked for every token."""
+        trains = torch.is_grad_enabled()
+        for layer, pointer in zip(self.layers, self.pointers, strict=True):
+            weight = layer._parameters["weight"]  # `layer.weight` would search for it in three places
+            if weight.data_ptr() != pointer or (trains and weight.requires_grad):
+                return True
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                return True
+        return False
 
 
 class Weight(nn.Module):
