@@ -3,13 +3,14 @@
 import json
 import math
 import subprocess
+from importlib import metadata
 
 import pytest
 import torch
 
 from workbench import bench
-from workbench.bench.machine import commit
 from workbench.errors import InputError
+from workbench.provenance import commit
 
 
 class Clock:
@@ -79,7 +80,7 @@ def test_a_result_file_holds_the_conditions_and_comes_back(clone):
     assert len(content["commit"]) == 40
     assert content["hardware"]["threads"] == torch.get_num_threads()
     assert content["hardware"]["dtype"] == "float32"
-    assert content["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert content["versions"]["torch"] == metadata.version("torch")
     assert content["correctness"] == {"metric": "difference", "value": 1e-7, "limit": 1e-5}
     assert content["rows"] == [
         {

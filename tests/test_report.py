@@ -342,7 +342,7 @@ def test_checkpoint_hash_depends_on_names_and_contents(tmp_path):
 
 
 def test_commit_tells_a_clean_clone_from_a_changed_one(tmp_path):
-    assert provenance.commit(tmp_path) == "unknown: not a git clone"
+    assert provenance.commit_line(tmp_path) == "unknown: not a git clone"
 
     def git(*arguments):
         settings = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
@@ -352,10 +352,10 @@ def test_commit_tells_a_clean_clone_from_a_changed_one(tmp_path):
     (tmp_path / "file").write_text("a")
     git("add", "file")
     git("commit", "-m", "x")
-    clean = provenance.commit(tmp_path)
+    clean = provenance.commit_line(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{40}", clean)
     (tmp_path / "file").write_text("b")
-    assert provenance.commit(tmp_path) == clean + " + uncommitted changes"
+    assert provenance.commit_line(tmp_path) == clean + " + uncommitted changes"
 
 
 def test_provenance_names_versions_machine_and_parameters(tmp_path):

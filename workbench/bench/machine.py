@@ -1,19 +1,17 @@
-"""The conditions of a measurement: threads, memory allocation, hardware, versions, commit."""
+"""The conditions of a measurement: threads, memory allocation, hardware, versions."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
-import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from workbench.errors import InputError
-from workbench.report.provenance import processor, versions
+from workbench.provenance import processor, versions
 
 #: Parameters of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -62,24 +60,3 @@ def hardware(device: str = "cpu") -> dict[str, object]:
 def all_versions(*others: str) -> dict[str, str]:
     """Versions of the workbench, Python, the libraries it computes with, and the distributions `others`."""
     return versions() | {name: metadata.version(name) for name in others}
-
-
-def commit(folder: Path) -> tuple[str, bool]:
-    """(commit, whether tracked files differ from it) of the clone around `folder`.
-
-    Raises InputError where there is none: a measurement that nobody can repeat is not worth a file.
-    """
-
-    while not folder.is_dir() and folder != folder.parent:  # a folder for results may be yet to come
-        folder = folder.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        try:
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise InputError(
-                f"{folder}: expected a git clone to name the commit measured, found none ({error})"
-            ) from error
-
-    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.bench.machine import all_versions, commit, hardware
+from workbench.bench.machine import all_versions, hardware
 from workbench.bench.timing import spread
 from workbench.errors import InputError
+from workbench.provenance import commit
 
 SCHEMA = 1
 
