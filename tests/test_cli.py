@@ -135,7 +135,7 @@ BAD_INPUTS = [
     (["trace", "{checkpoint}", "--ids", "1", "--json", "{empty}"], "cannot be written"),
     (
         ["generate", "{checkpoint}", "--ids", "1", "--max-new-tokens", "0"],
-        "max_new_tokens: expected at least 1",
+        "max_new_tokens: expected a whole number of at least 1",
     ),
     (
         ["generate", "{checkpoint}", "--ids", "1", "--temperature", "-1"],

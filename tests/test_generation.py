@@ -282,8 +282,11 @@ def test_the_limit_of_positions_is_kept():
 
 
 BAD_SETTINGS = {
-    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
-    "negative count": ({"max_new_tokens": -3}, "max_new_tokens: expected at least 1, found -3"),
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number of at least 1, found 0"),
+    "negative count": ({"max_new_tokens": -3}, "max_new_tokens: expected a whole number of at least 1, found -3"),
+    "half a token": ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number of at least 1, found 2.5"),
+    "one stop id": ({"stop_ids": 40}, "stop_ids: expected a collection of token ids, found 40; write [40]"),
+    "half a seed": ({"seed": 1.5}, "seed: expected a whole number of 64 bits, found 1.5"),
     "negative temperature": ({"temperature": -0.1}, "temperature: expected a finite number of at least 0"),
     "infinite temperature": ({"temperature": math.inf}, "temperature: expected a finite number"),
     "temperature not a number": ({"temperature": math.nan}, "temperature: expected a finite number"),

@@ -15,13 +15,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from models import mini, mini256, mini_dense, mini_next
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import workbench
 from workbench.cache import Cache, KeyValueCache
 from workbench.checkpoint import write_checkpoint
 from workbench.config import ModelConfig
-from workbench.errors import BackendError, InputError, PolicyError, WorkbenchError
+from workbench.errors import BackendError, CheckpointError, InputError, PolicyError, WorkbenchError
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import logit_difference
 from workbench.model import CausalLM, ModelOutput
@@ -528,9 +529,42 @@ def test_loading_with_device_backend_and_policy(tmp_path):
         (BackendError, "no op has a backend of that name", {"backend": "torch_magic"}),
         (BackendError, "unknown op 'attn'", {"backend": "attn=torch_sdpa"}),
         (PolicyError, "neither a preset", {"policy": "no_such_policy"}),
+        (PolicyError, "expected a NumericsPolicy, a preset's name or a file, found dict", {"policy": {"chunk": 16}}),
+        (BackendError, "or a mapping of op to name, found list", {"backend": ["torch_chunk"]}),
+        (InputError, "dtype: expected one of float64", {"dtype": []}),
     ):
         with pytest.raises(error, match=words):
             workbench.load(tmp_path / "c", **options)
+    with pytest.raises(InputError, match="checkpoint: expected a path, found NoneType"):
+        workbench.load(None)
+
+
+def test_loading_takes_one_glob_as_one_and_never_half_a_model(tmp_path):
+    model = build()
+    tensors = dict(model.state_dict())
+    gone = "layers.1.mlp.gate.weight"
+    write_checkpoint(tmp_path / "whole", model.config, tensors)
+    rewrite(tmp_path / "whole", tmp_path / "more", add={"model.language_model.zzz.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="zzz"):
+        workbench.load(tmp_path / "more", allow_unexpected="abc*")
+    allowed = workbench.load(tmp_path / "more", allow_unexpected="*zzz*")
+    assert allowed.checkpoint_accounting.totals["unexpected"][0] == 1
+
+    rewrite(tmp_path / "whole", tmp_path / "less", drop=f"model.language_model.{gone}")
+    with pytest.raises(CheckpointError, match=f"found 1 missing, first {gone}"):
+        workbench.load(tmp_path / "less", allow_missing=("*.mlp.gate.weight",))
+    rewrite(tmp_path / "whole", tmp_path / "headless", drop="mtp.")
+    assert workbench.load(tmp_path / "headless", allow_missing="mtp.*").config.mtp_num_hidden_layers == 0
+
+
+def rewrite(source, target, add=None, drop: str | None = None) -> None:
+    """A copy of a checkpoint with a tensor more, or without those whose stored name starts with `drop`."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    stored = load_file(source / "model.safetensors") | (add or {})
+    kept = {name: tensor for name, tensor in stored.items() if drop is None or not name.startswith(drop)}
+    assert len(kept) != len(load_file(source / "model.safetensors"))
+    save_file(kept, target / "model.safetensors")
 
 
 # ---- backends
@@ -947,6 +981,11 @@ BAD_INPUT = {
     ),
     "negative id": (lambda m: m(torch.tensor([[5, -1]])), "expected ids from 0 to 96, found -1 to 5"),
     "no tokens": (lambda m: m(torch.zeros(2, 0, dtype=torch.int64)), "at least one token, found (2, 0)"),
+    "no rows": (lambda m: m(torch.zeros(0, 3, dtype=torch.int64)), "at least one token, found (0, 3)"),
+    "cache of another dtype": (
+        lambda m: m(random_ids(2, 1), cache=Cache.empty(m.config, 2, device="cpu", dtype=torch.bfloat16)),
+        "cache: expected torch.float32 as in the model, found torch.bfloat16",
+    ),
     "no batch axis": (lambda m: m(torch.tensor([1, 2])), "expected shape [batch, tokens]", "found (2,)"),
     "ids that are no integers": (lambda m: m(torch.ones(1, 3)), "expected int64 or int32 token ids, found torch.float"),
     "mask of scores": (

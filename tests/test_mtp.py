@@ -228,13 +228,39 @@ def test_the_head_is_observed_under_its_own_name():
     assert {"mtp.layers.00.attn.q", "mtp.layers.00.moe.logits", "layers.03.attn.q"} <= names
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("builder", [mini, mini_dense])
+def test_packed_and_padded_batches_equal_single_runs(builder):
+    model = build(builder())
+    lengths = (7, 1, 66, 30)
+    texts = [(random_ids(1, n) + 11 * n) % 97 for n in lengths]  # n tokens and the one after each
+    single = [model.mtp_logits(model(ids[:, :-1]).hidden, ids[:, 1:]) for ids in texts]
+
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    inputs, following = (torch.cat([ids[:, part] for ids in texts], dim=1) for part in (slice(-1), slice(1, None)))
+    found = model.mtp_logits(model(inputs, cu_seqlens=bounds).hidden, following, cu_seqlens=bounds)
+    for start, stop, expected in zip(bounds, bounds[1:], single, strict=False):
+        assert relative_error(found[:, start:stop], expected) <= 1e-5
+
+    for side in ("left", "right"):
+        mask = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+        inputs, following = torch.zeros_like(mask), torch.zeros_like(mask)
+        for row, (n, ids) in enumerate(zip(lengths, texts, strict=True)):
+            here = slice(-n, None) if side == "left" else slice(n)
+            mask[row, here], inputs[row, here], following[row, here] = 1, ids[0, :-1], ids[0, 1:]
+        found = model.mtp_logits(model(inputs, attention_mask=mask).hidden, following, attention_mask=mask)
+        assert not found[mask == 0].any()
+        for row, expected in enumerate(single):
+            assert relative_error(found[row][mask[row] == 1][None], expected) <= 1e-5, side
+
+
 def test_bad_input_is_one_line():
     model, ids = build(mini()), random_ids(1, 9)
     hidden = model(ids[:, :-1]).hidden
     without = CausalLM(ModelConfig.from_hf(mini(mtp_num_hidden_layers=0))).init_weights(0)
     for head, next_ids, words in (
         (without, ids[:, 1:], "mtp_logits: expected a model with a multi-token-prediction head"),
-        (model, ids, r"mtp_logits: expected next_ids \(1, 9\), found \(1, 10\)"),
+        (model, ids, r"mtp_logits: expected hidden \(1, 10, 64\), found \(1, 9, 64\)"),
         (model, ids[:, 1:] + 97, "expected ids from 0 to 96, found"),
         (model, ids[0, 1:], r"expected shape \[batch, tokens\]"),
     ):

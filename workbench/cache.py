@@ -123,10 +123,13 @@ class Cache:
         ]
         return Cache(layers, list(self.lengths))
 
-    def check(self, sequences: int) -> None:
-        """Raise InputError unless the cache holds `sequences` sequences and can be written to here."""
+    def check(self, sequences: int, dtype: torch.dtype) -> None:
+        """Raise InputError unless the cache is of `sequences` sequences and `dtype` and can be written to here."""
         if self.sequences != sequences:
             raise InputError(f"cache: expected {sequences} sequences as in the input, found {self.sequences}")
+        found = self.layers[0].keys.dtype if isinstance(self.layers[0], KeyValueCache) else self.layers[0].window.dtype
+        if found != dtype:
+            raise InputError(f"cache: expected {dtype} as in the model, found {found}")
         if self.is_inference and not torch.is_inference_mode_enabled():
             raise InputError(
                 "cache: expected one that can be written to, found one filled under torch.inference_mode(); "

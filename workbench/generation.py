@@ -53,13 +53,15 @@ def sample(logits: Tensor, *, temperature: float, top_p: float, generator: torch
 def check_settings(
     model: CausalLM, input_ids: Tensor, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
 ) -> None:
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens: expected at least 1, found {max_new_tokens}")
+    if not isinstance(input_ids, Tensor):
+        raise InputError(f"input_ids: expected a tensor [batch, tokens], found {type(input_ids).__name__}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens: expected a whole number of at least 1, found {max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise InputError(f"temperature: expected a finite number of at least 0, found {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise InputError(f"top_p: expected a number above 0 and at most 1, found {top_p}")
-    if seed is not None and not -(2**63) <= seed < 2**64:
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
         raise InputError(f"seed: expected a whole number of 64 bits, found {seed}")
     wanted = input_ids.shape[-1] + max_new_tokens
     if wanted > model.config.max_position_embeddings:
@@ -88,6 +90,8 @@ def generate(
     sequence, None for a sequence that has ended. `seed` fixes the draws of temperature sampling.
     """
     check_settings(model, input_ids, max_new_tokens, temperature, top_p, seed)
+    if not isinstance(stop_ids, Collection):
+        raise InputError(f"stop_ids: expected a collection of token ids, found {stop_ids!r}; write [{stop_ids}]")
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     batch = input_ids.shape[0]
     out = model(input_ids, attention_mask=attention_mask)

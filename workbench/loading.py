@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from workbench.checkpoint import read_checkpoint
-from workbench.errors import InputError
+from workbench.checkpoint import expected_tensors, read_checkpoint
+from workbench.errors import CheckpointError, InputError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
 from workbench.numerics import NumericsPolicy
@@ -18,9 +18,9 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 def dtype_named(name: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name; None stays None. Raises InputError for anything that weights cannot have."""
-    if name is None or name in DTYPES.values():
+    if name is None or (isinstance(name, torch.dtype) and name in DTYPES.values()):
         return name
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {str(name)!r}")
     return DTYPES[name]
 
@@ -44,8 +44,8 @@ def load(
     backend: str | None = None,
     policy: NumericsPolicy | str | None = None,
     *,
-    allow_missing: Collection[str] = (),
-    allow_unexpected: Collection[str] = (),
+    allow_missing: str | Collection[str] = (),
+    allow_unexpected: str | Collection[str] = (),
 ) -> CausalLM:
     """Read a checkpoint directory into a model in eval mode.
 
@@ -53,6 +53,7 @@ def load(
     device  cpu, cuda or cuda:N
     backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
     policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
+    allow_* globs of tensor names; what may be missing is the multi-token-prediction head as a whole (``mtp.*``)
 
     The model carries `checkpoint_accounting` (every tensor of the files, by class) and `narrowing` (per tensor: how
     many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
@@ -60,9 +61,17 @@ def load(
     """
     kernels = Kernels(backend, policy)
     device = device_named(device)
+    if not isinstance(path, (str, Path)):
+        raise InputError(f"checkpoint: expected a path, found {type(path).__name__}")
     checkpoint = read_checkpoint(
-        path, dtype=dtype_named(dtype), allow_missing=tuple(allow_missing), allow_unexpected=tuple(allow_unexpected)
+        path, dtype=dtype_named(dtype), allow_missing=allow_missing, allow_unexpected=allow_unexpected
     )
+    missing = sorted(set(expected_tensors(checkpoint.config)) - set(checkpoint.tensors))
+    if missing:
+        raise CheckpointError(
+            f"{path}: expected every tensor to run the model, found {len(missing)} missing, first {missing[0]}; "
+            "read_checkpoint can inspect such files, only the whole of mtp.* may be missing here"
+        )
     with torch.device("meta"):  # no time and no memory for weights that the files replace
         model = CausalLM(checkpoint.config, kernels)
     model.load_state_dict(checkpoint.tensors, strict=True, assign=True)

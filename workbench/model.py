@@ -53,6 +53,50 @@ class Pass:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Where the tokens of a padded batch stand: `where` in the flattened [B, T] `mask`, packed as `cu_seqlens`."""
+
+    mask: Tensor
+    where: Tensor
+    cu_seqlens: Tensor
+
+    @classmethod
+    def of(cls, attention_mask: Tensor | None, ids: Tensor, cu_seqlens: Tensor | None) -> Padding | None:
+        """The padding of a batch of `ids` [B, T]; None where there is none. Raises InputError for a mask with holes."""
+        if attention_mask is None:
+            return None
+        if cu_seqlens is not None:
+            raise InputError("attention_mask: expected none together with cu_seqlens, which marks the sequences")
+        if attention_mask.shape != ids.shape:
+            raise InputError(
+                f"attention_mask: expected the shape of the new tokens {tuple(ids.shape)}, "
+                f"found {tuple(attention_mask.shape)}"
+            )
+        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+            raise InputError("attention_mask: expected 0 for padding and 1 for tokens, found other values")
+        mask = attention_mask.bool()
+        if bool(mask.all()):
+            return None
+        runs = F.pad(mask.to(torch.int8), (1, 1)).diff(dim=1).eq(1).sum(1)
+        if not bool((runs == 1).all()):
+            row = int((runs != 1).nonzero()[0])
+            raise InputError(
+                f"attention_mask row {row}: expected one run of ones, padded on the left or right, "
+                f"found {int(runs[row])}"
+            )
+        return cls(mask, mask.flatten().nonzero().squeeze(1), F.pad(mask.sum(1).cumsum(0), (1, 0)).cpu())
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, tokens, ...] without the padding."""
+        return rows.flatten(0, 1)[self.where][None]
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """[1, tokens, D] -> [B, T, D] with zeros where the padding was."""
+        full = rows.new_zeros(self.mask.numel(), rows.shape[-1]).index_copy(0, self.where, rows[0])
+        return full.view(*self.mask.shape, -1)
+
+
 def l2_norm(x: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + 1e-6) over the last axis."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -472,18 +516,10 @@ class CausalLM(nn.Module):
         Raises InputError for ids outside the vocabulary, holes in the mask, or a cache of another batch size.
         """
         self._check_ids(input_ids)
-        if attention_mask is not None:
-            if cu_seqlens is not None:
-                raise InputError("attention_mask: expected none together with cu_seqlens, which marks the sequences")
-            if attention_mask.shape != input_ids.shape:
-                raise InputError(
-                    f"attention_mask: expected the shape of the new tokens {tuple(input_ids.shape)}, "
-                    f"found {tuple(attention_mask.shape)}"
-                )
-            if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                raise InputError("attention_mask: expected 0 for padding and 1 for tokens, found other values")
-            if not bool(attention_mask.all()):
-                return self._forward_padded(input_ids, attention_mask.bool(), cache, use_cache)
+        padding = Padding.of(attention_mask, input_ids, cu_seqlens)
+        if padding is not None:
+            packed = self(padding.pack(input_ids), cache=cache, cu_seqlens=padding.cu_seqlens, use_cache=use_cache)
+            return ModelOutput(padding.spread(packed.logits), padding.spread(packed.hidden), packed.cache)
         batch, tokens = input_ids.shape
         shared = self._pass(batch, tokens, cache, cu_seqlens)
         if cache is None and use_cache:
@@ -507,18 +543,31 @@ class CausalLM(nn.Module):
             return self.kernels.linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden, self.kernels)
 
-    def mtp_logits(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
+    def mtp_logits(
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the token after next, [B, T, vocabulary].
 
         Row t reads hidden[:, t] (the main model's output after its final norm) and the token that follows it,
-        next_ids[:, t]; sequences start at row 0. Raises InputError when the model has no such head.
+        next_ids[:, t]. Packed and padded batches are marked as in `forward`; logits of padding are zero. Raises
+        InputError when the model has no such head.
         """
         if not self.config.mtp_num_hidden_layers:
             raise InputError("mtp_logits: expected a model with a multi-token-prediction head, found none in this one")
         self._check_ids(next_ids)
-        if hidden.shape[:2] != next_ids.shape:
-            raise InputError(f"mtp_logits: expected next_ids {tuple(hidden.shape[:2])}, found {tuple(next_ids.shape)}")
-        shared = self._pass(*next_ids.shape, None, None)
+        expected = (*next_ids.shape, self.config.hidden_size)
+        if tuple(hidden.shape) != expected:
+            raise InputError(f"mtp_logits: expected hidden {expected}, found {tuple(hidden.shape)}")
+        padding = Padding.of(attention_mask, next_ids, cu_seqlens)
+        if padding is not None:
+            packed = padding.pack(hidden), padding.pack(next_ids)
+            return padding.spread(self.mtp_logits(*packed, cu_seqlens=padding.cu_seqlens))
+        shared = self._pass(*next_ids.shape, None, cu_seqlens)
         tap = None if self.tap is None else self.tap.scope("mtp.layers.00.")
         return self.head(self.mtp(self.embed_tokens(next_ids), hidden, shared, tap))
 
@@ -568,7 +617,7 @@ class CausalLM(nn.Module):
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"input_ids: expected int64 or int32 token ids, found {ids.dtype}")
-        if ids.dim() != 2 or ids.shape[1] == 0:
+        if ids.dim() != 2 or ids.numel() == 0:
             raise InputError(
                 f"input_ids: expected shape [batch, tokens] with at least one token, found {tuple(ids.shape)}"
             )
@@ -585,7 +634,7 @@ class CausalLM(nn.Module):
             bounds = sequence_bounds(batch, tokens, cu_seqlens)
         sequences = batch if bounds is None else len(bounds) - 1
         if cache is not None:
-            cache.check(sequences)
+            cache.check(sequences, self.dtype)
         lengths = [0] * sequences if cache is None else cache.lengths
         if bounds is not None:
             position_list = [
@@ -598,24 +647,3 @@ class CausalLM(nn.Module):
             positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(tokens, device=self.device)
         cos, sin = rotary_tables(positions, self.config, self.dtype)
         return Pass(self.kernels, list(lengths), bounds, cu_seqlens, cos, sin)
-
-    def _forward_padded(
-        self, input_ids: Tensor, mask: Tensor, cache: Cache | None, use_cache: bool
-    ) -> ModelOutput:
-        """Take the padding out, run the sequences packed, put zero rows where the padding was."""
-        runs = F.pad(mask.to(torch.int8), (1, 1)).diff(dim=1).eq(1).sum(1)
-        if not bool((runs == 1).all()):
-            row = int((runs != 1).nonzero()[0])
-            raise InputError(
-                f"attention_mask row {row}: expected one run of ones, padded on the left or right, "
-                f"found {int(runs[row])}"
-            )
-        where = mask.flatten().nonzero().squeeze(1)
-        bounds = F.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()
-        out = self(input_ids.flatten()[where][None], cache=cache, cu_seqlens=bounds, use_cache=use_cache)
-
-        def spread(rows: Tensor) -> Tensor:
-            full = rows.new_zeros(mask.numel(), rows.shape[-1]).index_copy(0, where, rows[0])
-            return full.view(*mask.shape, -1)
-
-        return ModelOutput(spread(out.logits), spread(out.hidden), out.cache)

@@ -135,6 +135,11 @@ def resolve_policy(policy: NumericsPolicy | str | Path | None) -> NumericsPolicy
         return SAFE
     if isinstance(policy, NumericsPolicy):
         return policy
+    if not isinstance(policy, (str, Path)):
+        raise PolicyError(
+            f"policy: expected a NumericsPolicy, a preset's name or a file, found {type(policy).__name__}; "
+            "NumericsPolicy.from_json reads an object"
+        )
     if isinstance(policy, str) and policy in PRESETS:
         return PRESETS[policy]
     path = Path(policy)

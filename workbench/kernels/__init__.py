@@ -66,6 +66,10 @@ class Kernels:
                         f"policy: the backend names {selection.policy!r} and the policy itself is another; name one"
                     )
                 policy = selection.policy
+        if not isinstance(requested, Mapping):
+            raise BackendError(
+                f"backend: expected [OP=]NAME[:POLICY] or a mapping of op to name, found {type(requested).__name__}"
+            )
         self.requested = dict(requested)
         self.policy = resolve_policy(policy)
         self._choices: dict[tuple, _Choice] = {}
