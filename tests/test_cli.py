@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from small_checkpoint import PROMPT, write_small_checkpoint
 
 from workbench import cli
 from workbench.analysis import inventory
+from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.cli.output import text_table
 from workbench.numerics import LARGEST, PRESETS
+from workbench.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -407,6 +410,40 @@ def test_generate_is_the_same_for_the_same_seed_only(run, checkpoint):
     arguments = ["generate", checkpoint, "--ids", "5,6", "--temperature", "1.5", "--max-new-tokens", 12]
     first, again, other = (run(*arguments, "--seed", seed)[1] for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_generate_ends_where_it_is_told_to(run, checkpoint, tmp_path):
+    """At a token named by --stop, and at those that generation_config.json lists."""
+    plain = json.loads(run("generate", checkpoint, "--prompt", "To be", "--max-new-tokens", 6, "--json")[1])
+    token = plain["tokens"][2]
+    expected = plain["tokens"][: plain["tokens"].index(token) + 1]
+    text = Tokenizer.from_directory(checkpoint).decode([token])
+    for option in (["--stop", text], []):
+        folder = shutil.copytree(checkpoint, tmp_path / f"copy{len(option)}")
+        if not option:
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token, 4]}))
+        code, out, _ = run("generate", folder, "--prompt", "To be", "--max-new-tokens", 6, "--json", *option)
+        found = json.loads(out)
+        assert (code, found["reason"], found["tokens"]) == (0, "stop", expected)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
+    code, _, err = run("generate", folder, "--prompt", "To be")
+    assert code == 2 and "eos_token_id: expected a token id or a list of them, found ['end']" in err
+    code, _, err = run("generate", checkpoint, "--prompt", "To be", "--stop", "no such token")
+    assert code == 2 and "--stop 'no such token': expected the text of one token, found that of" in err
+
+
+def test_narrowing_that_loses_weights_is_told(run, checkpoint, tmp_path):
+    stored = read_checkpoint(checkpoint)
+    tensors = dict(stored.tensors)
+    name = "layers.0.mlp.shared_expert.up_proj.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][0, 0] = 1e-9
+    folder = shutil.copytree(checkpoint, tmp_path / "small", ignore=shutil.ignore_patterns("*.safetensors"))
+    write_checkpoint(folder, stored.config, tensors)
+    code, _, err = run("trace", folder, "--prompt", "To be", "--dtype", "float16")
+    flushed = int(re.search(r"narrowing to float16: 0 weights overflow, (\d+) become zero", err).group(1))
+    assert code == 0 and flushed >= 1
+    assert "narrowing" not in run("trace", folder, "--prompt", "To be")[2]
 
 
 def test_generate_without_a_tokenizer_prints_ids(run, tmp_path):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
 from workbench.cli.outcome import FINE
 from workbench.cli.output import write_json
+from workbench.config import read_json_object
+from workbench.errors import InputError
 
 if TYPE_CHECKING:
     from workbench.tokenizer import Tokenizer
@@ -30,6 +34,10 @@ def add(commands) -> None:
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument(
+        "--stop", metavar="TOKEN", action="append", default=[],
+        help="end after this token too, e.g. '<|im_end|>'; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end in place of the text"
     )
 
@@ -42,9 +50,7 @@ def run(options: argparse.Namespace) -> int:
     folder = folder_of(options.checkpoint)
     has_tokenizer = options.ids is None or (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(folder) if has_tokenizer else None
-    stop_ids = set(model.config.eos_token_id)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        stop_ids.add(tokenizer.eos_token_id)
+    stop_ids = stop_tokens(model.config.eos_token_id, tokenizer, folder, options.stop)
     stream = None if options.json else _Printer(tokenizer)
     output = model.generate(
         input_ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
@@ -61,6 +67,30 @@ def run(options: argparse.Namespace) -> int:
     }  # fmt: skip
     write_json(content, "-")
     return FINE
+
+
+def stop_tokens(
+    config_ids: Collection[int], tokenizer: Tokenizer | None, folder: Path, wanted: Collection[str]
+) -> set[int]:
+    """Ids that end a text: those of config.json, generation_config.json and the tokenizer, and the tokens asked for."""
+    found = set(config_ids)
+    settings = folder / "generation_config.json"
+    if settings.exists():
+        listed = read_json_object(settings).get("eos_token_id")
+        listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
+        if not all(type(token) is int for token in listed):
+            raise InputError(f"{settings}: eos_token_id: expected a token id or a list of them, found {listed}")
+        found.update(listed)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if wanted and tokenizer is None:
+        raise InputError(f"--stop {wanted[0]}: expected a tokenizer beside the weights to know the token, found none")
+    for text in wanted:
+        ids = tokenizer.encode(text)
+        if len(ids) != 1:
+            raise InputError(f"--stop {text!r}: expected the text of one token, found that of {len(ids)}")
+        found.add(ids[0])
+    return found
 
 
 class _Printer:

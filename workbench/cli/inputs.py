@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +67,21 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         )
     if not options.checkpoint.exists():
         raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
-    return load(
+    model = load(
         options.checkpoint,
         dtype=options.dtype,
         device=options.device,
         backend=options.backend,
         policy=options.policy,
     )
+    overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
+    if overflows or flushed:
+        print(
+            f"workbench: narrowing to {options.dtype}: {overflows:,} weights overflow, {flushed:,} become zero; "
+            f"`workbench inspect --dtype {options.dtype}` lists them",
+            file=sys.stderr,
+        )
+    return model
 
 
 def folder_of(checkpoint: Path) -> Path:
