@@ -275,9 +275,13 @@ def evaluate(
     kkt = ((k @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2).mul_(beta)
     if tap is not None:
         kkt = tap(taps.GDN_KKT, kkt.tril_(-1))  # no solver reads the diagonal or what is above it
-    right = torch.cat([v, k_grouped.expand(-1, -1, value_heads // key_heads, -1, -1).flatten(1, 2)], dim=-1)
-    right[..., :value_dim] *= beta
-    right[..., value_dim:] *= beta * since_start
+    scale = by_key_head(beta * since_start)
+    if torch.is_grad_enabled():
+        right = torch.cat([beta * v, (scale * k_grouped).flatten(1, 2)], dim=-1)
+    else:  # the same without a copy: both products are written where they belong
+        right = v.new_empty(*v.shape[:-1], value_dim + k.shape[-1])
+        torch.mul(v, beta, out=right[..., :value_dim])
+        torch.mul(k_grouped, scale, out=by_key_head(right[..., value_dim:]))
     solved = None
     if tap is not None:
         # No step needs the inverse itself; it is formed for the observer, and used only where the observer changes it.
