@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import io
 import json
 import math
 import os
@@ -43,6 +44,7 @@ from workbench.errors import InputError, WorkbenchError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM, SparseBlock
 from workbench.quality import draft_acceptance, perplexity
+from workbench.training.corpus import write_atomic
 from workbench.training.tokenize import read_tokens
 
 #: Two groups of three linear and one full layer, in shapes that serving engines take: heads of 64, sizes in 64s.
@@ -155,13 +157,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 class Run:
     """A training run and its files; `train` goes from the step reached to the last."""
 
@@ -196,7 +191,7 @@ class Run:
             "settings": dataclasses.asdict(self.settings), "step": self.step, "seconds": self.seconds,
             "best": self.best, "curve": self.curve,
         }  # fmt: skip
-        write_text(self.out / "state.json", json.dumps(state))
+        write_atomic(self.out / "state.json", json.dumps(state).encode())
         self._write_curve()
 
     def resume(self) -> None:
@@ -279,17 +274,15 @@ class Run:
         )
 
     def _write_curve(self) -> None:
-        path = self.out / "curve.csv"
-        temporary = path.with_name("curve.csv.part")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            if self.curve:
-                writer = csv.DictWriter(file, fieldnames=list(self.curve[0]))
-                writer.writeheader()
-                writer.writerows(
-                    {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
-                    for row in self.curve
-                )
-        os.replace(temporary, path)
+        text = io.StringIO()
+        if self.curve:
+            writer = csv.DictWriter(text, fieldnames=list(self.curve[0]))
+            writer.writeheader()
+            writer.writerows(
+                {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
+                for row in self.curve
+            )
+        write_atomic(self.out / "curve.csv", text.getvalue().encode())
 
     def export(self, command: str) -> dict[str, object]:
         """Write the best weights as a checkpoint in bf16, and training.json with the figures of those weights."""
@@ -319,7 +312,7 @@ class Run:
             "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "versions": {"workbench": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         }
-        write_text(folder / "training.json", json.dumps(figures, indent=1) + "\n")
+        write_atomic(folder / "training.json", (json.dumps(figures, indent=1) + "\n").encode())
         return figures
 
 
