@@ -76,6 +76,16 @@ def test_padded_prompts_give_what_they_give_alone(model, side, mask_dtype):
     assert out.sequences == [greedy(model, prompt, 6) for prompt in prompts]
 
 
+def test_a_prompt_has_one_row_of_logits_for_each_sequence(model, monkeypatch):
+    shapes, head = [], CausalLM.head
+    monkeypatch.setattr(CausalLM, "head", lambda self, x: shapes.append(tuple(x.shape)) or head(self, x))
+    mask = torch.ones(2, 50, dtype=torch.int64)
+    model.generate(random_ids(2, 50), max_new_tokens=2)
+    mask[1, 30:] = 0
+    model.generate(random_ids(2, 50), max_new_tokens=2, attention_mask=mask)
+    assert shapes == [(2, 1, 64)] * 4
+
+
 def test_stop_ids_end_their_own_sequence_and_no_other(model):
     prompts = random_ids(3, 20)
     free = [greedy(model, row[None], 12) for row in prompts]

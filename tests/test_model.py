@@ -233,6 +233,54 @@ def test_a_token_changes_nothing_before_it(model):
         assert logit_difference(found[:, -1], expected[:, -1]) > 1e-4
 
 
+# ---- logits of the last token alone
+
+
+@pytest.fixture
+def head_rows(monkeypatch) -> list[int]:
+    """Rows of logits that each later call of the head computes."""
+    rows: list[int] = []
+    head = CausalLM.head
+
+    def counted(self: CausalLM, hidden: Tensor) -> Tensor:
+        rows.append(hidden[..., 0].numel())
+        return head(self, hidden)
+
+    monkeypatch.setattr(CausalLM, "head", counted)
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["plain", "packed", "left", "right", "mixed"])
+@torch.inference_mode()
+def test_logits_of_the_last_token_are_those_of_the_full_run(model, layout, head_rows):
+    sequences = [random_ids(1, 70, seed=i) for i in range(3)] if layout == "plain" else texts(more=0)
+    if layout == "plain":
+        ids, marks = torch.cat(sequences), {}
+    elif layout == "packed":
+        ids, marks = torch.cat(sequences, dim=1), {"cu_seqlens": boundaries([x.shape[1] for x in sequences])}
+    else:
+        ids, mask = padded(sequences, layout)
+        marks = {"attention_mask": mask}
+    full, out = model(ids, **marks), model(ids, **marks, last_only=True)
+    assert head_rows == [sum(x.shape[1] for x in sequences), len(sequences)]
+    assert out.logits.shape == (len(sequences), 1, model.config.vocab_size)
+    for s, x in enumerate(sequences):
+        assert_same(out.logits[s : s + 1], model(x).logits[:, -1:])
+    assert torch.equal(out.hidden, full.hidden)
+    # On from the cache: another batch size of the head must not have touched it.
+    following = random_ids(len(sequences), 2, seed=5)
+    on = model(following, cache=out.cache, last_only=True)
+    assert_same(on.logits, model(following, cache=full.cache).logits[:, -1:])
+
+
+@torch.inference_mode()
+def test_an_empty_packed_sequence_has_no_last_token_and_leaves_the_cache_as_it_was(plain):
+    cache = plain(random_ids(2, 4)).cache
+    with pytest.raises(InputError, match=r"last_only: expected at least one token .* found none in sequence 1"):
+        plain(random_ids(1, 5), cu_seqlens=torch.tensor([0, 5, 5]), cache=cache, last_only=True)
+    assert cache.lengths == [4, 4]
+
+
 # ---- the cache
 
 

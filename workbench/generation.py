@@ -94,17 +94,11 @@ def generate(
         raise InputError(f"stop_ids: expected a collection of token ids, found {stop_ids!r}; write [{stop_ids}]")
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     batch = input_ids.shape[0]
-    out = model(input_ids, attention_mask=attention_mask)
-    if attention_mask is None:
-        logits = out.logits[:, -1]
-    else:
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last = (attention_mask.to(columns) * (columns + 1)).argmax(-1)
-        logits = out.logits[torch.arange(batch, device=last.device), last]
+    out = model(input_ids, attention_mask=attention_mask, last_only=True)
     sequences: list[list[int]] = [[] for _ in range(batch)]
     reasons: list[str | None] = [None] * batch
     for step in range(max_new_tokens):
-        tokens = sample(logits, temperature=temperature, top_p=top_p, generator=generator)
+        tokens = sample(out.logits[:, -1], temperature=temperature, top_p=top_p, generator=generator)
         row: list[int | None] = []
         for s, token in enumerate(tokens.tolist()):
             if reasons[s] is not None:
@@ -119,5 +113,4 @@ def generate(
         if step + 1 == max_new_tokens or all(reasons):
             break
         out = model(tokens[:, None], cache=out.cache)
-        logits = out.logits[:, -1]
     return GenerateOutput(sequences, [reason or "length" for reason in reasons])

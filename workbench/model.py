@@ -30,7 +30,10 @@ L2_NORM_EPS = 1e-6  # of queries and keys; not the config's rms_norm_eps
 
 @dataclass(slots=True)
 class ModelOutput:
-    """`logits` [B, T, vocabulary], `hidden` [B, T, D] after the final norm, `cache` (None with use_cache=False)."""
+    """`logits` [B, T, vocabulary], `hidden` [B, T, D] after the final norm, `cache` (None with use_cache=False).
+
+    With last_only=True `logits` is [S, 1, vocabulary], one row for each of the S sequences (S = B unless packed).
+    """
 
     logits: Tensor
     hidden: Tensor
@@ -502,6 +505,7 @@ class CausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
+        last_only: bool = False,
     ) -> ModelOutput:
         """Logits of every position, and the cache to go on with.
 
@@ -512,16 +516,30 @@ class CausalLM(nn.Module):
                        new tokens only. Padding is never computed: it leaves no trace in the cache, and its logits
                        and hidden rows are zero.
         use_cache      False computes without memory and returns cache None
+        last_only      True computes logits for the last token of each sequence alone, [S, 1, vocabulary]: a long
+                       prompt's are the largest tensor of the pass, and generation reads one row of them
 
-        Raises InputError for ids outside the vocabulary, holes in the mask, or a cache of another batch size.
+        Raises InputError for ids outside the vocabulary, holes in the mask, a cache of another batch size, or an
+        empty packed sequence whose last token is asked for.
         """
         self._check_ids(input_ids)
         padding = Padding.of(attention_mask, input_ids, cu_seqlens)
         if padding is not None:
-            packed = self(padding.pack(input_ids), cache=cache, cu_seqlens=padding.cu_seqlens, use_cache=use_cache)
-            return ModelOutput(padding.spread(packed.logits), padding.spread(packed.hidden), packed.cache)
+            packed = self(
+                padding.pack(input_ids), cache=cache, cu_seqlens=padding.cu_seqlens, use_cache=use_cache,
+                last_only=last_only,
+            )  # fmt: skip
+            logits = packed.logits if last_only else padding.spread(packed.logits)
+            return ModelOutput(logits, padding.spread(packed.hidden), packed.cache)
         batch, tokens = input_ids.shape
         shared = self._pass(batch, tokens, cache, cu_seqlens)
+        if last_only and shared.bounds is not None:
+            for s, (start, stop) in enumerate(itertools.pairwise(shared.bounds)):
+                if start == stop:
+                    raise InputError(
+                        f"last_only: expected at least one token in every packed sequence, found none in sequence {s}; "
+                        "leave it out of cu_seqlens"
+                    )
         if cache is None and use_cache:
             cache = Cache.empty(self.config, len(shared.lengths), device=self.device, dtype=self.dtype)
 
@@ -535,7 +553,12 @@ class CausalLM(nn.Module):
             added = [tokens] * batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
             cache.lengths = [n + t for n, t in zip(shared.lengths, added, strict=True)]
         hidden = observe(tap, taps.FINAL_NORM, self.norm(x, self.kernels))
-        return ModelOutput(observe(tap, taps.LOGITS, self.head(hidden)), hidden, cache)
+        rows = hidden
+        if last_only and shared.bounds is None:
+            rows = hidden[:, -1:]
+        elif last_only:
+            rows = hidden[0, [stop - 1 for stop in shared.bounds[1:]]][:, None]
+        return ModelOutput(observe(tap, taps.LOGITS, self.head(rows)), hidden, cache)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocabulary]."""

@@ -98,7 +98,7 @@ LAYER_TAPS: dict[str, str] = {
 MODEL_TAPS: dict[str, str] = {
     EMBED: "token embeddings, [B, T, D]",
     FINAL_NORM: "residual stream after the last norm, [B, T, D]",
-    LOGITS: "next-token logits, [B, T, vocabulary]",
+    LOGITS: "next-token logits, [B, T, vocabulary]; of last tokens only, [S, 1, vocabulary]",
 }
 
 
