@@ -15,7 +15,7 @@ LAYERS = (
     ("cache",),
     ("generation",),
     ("model",),
-    ("checkpoint", "tokenizer"),
+    ("checkpoint", "dialogue", "tokenizer"),
     ("loading",),
     ("tracing", "quality"),
     ("analysis",),
@@ -32,6 +32,7 @@ ONLY = {
     "errors": set(),
     "taps": set(),
     "kernels": {"errors", "numerics", "taps"},  # so that an op can be tested and timed without a model
+    "dialogue": {"errors"},  # so that a client of a server needs no model
 }
 # Wider parts of the program that nothing but the command line knows.
 EDGE = {"bench", "serving", "training"}

@@ -1,0 +1,310 @@
+"""Dialogues with one right reply: how they are stored, how a model's text is read, and when it is right.
+
+>>> dialogues = read_dialogues("data/dialogues.jsonl")
+>>> reply = parse_reply(text, dialogues[0].tools, thinking=dialogues[0].thinking)
+>>> is_right(reply, dialogues[0].expected)
+
+One JSON object a line: {id, kind, thinking, tools, messages, expected}, where `expected` is {"call": {"name",
+"arguments"}} or {"answer": "..."}. A reply is what a model writes after the opening of the assistant's turn, without
+the token that ends it, in the text form of Qwen3.5 and Qwen3-Coder:
+
+    REASONING
+    </think>
+
+    CONTENT                                 with thinking on; off, the content alone
+
+    <tool_call>
+    <function=NAME>
+    <parameter=NAME>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>                            a call, as content
+
+White space around reasoning and content is layout. A value is text that the tool's schema gives a type: strings as they
+stand, all others as JSON. Reading is strict: what a tolerant parser would complete or guess at is named as a problem.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import InputError
+
+#: What a dialogue asks of a model: an answer without tools, a call, an answer from a tool's result, a call or answer
+#: that needs an earlier turn, an answer that no tool applies, a fact from far back.
+KINDS = ("answer", "call", "result", "follow_up", "refuse", "recall")
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_END_OF_REASONING = "</think>"
+_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCall:
+    """The reply must be one call of the tool `name` with exactly these `arguments`, and no other text."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedAnswer:
+    """The content of the reply must be exactly `text`, without a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation up to an assistant's turn, and what that turn must be.
+
+    `kind` is one of KINDS, `tools` are function schemas {"type": "function", "function": {name, description,
+    parameters}}, `messages` are chat messages whose last is not the assistant's; arguments of earlier calls in them are
+    objects, not strings.
+    """
+
+    id: str
+    kind: str
+    thinking: bool
+    tools: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]
+    expected: ExpectedCall | ExpectedAnswer
+
+    def __post_init__(self) -> None:
+        _expect(isinstance(self.id, str) and self.id, "id", "a name", self.id)
+        _expect(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
+        _expect(isinstance(self.thinking, bool), "thinking", "true or false", self.thinking)
+        for number, tool in enumerate(self.tools):
+            _check_tool(f"tools[{number}]", tool)
+        names = [tool["function"]["name"] for tool in self.tools]
+        _expect(len(set(names)) == len(names), "tools", "each name once", names)
+        _expect(len(self.messages) > 0, "messages", "at least one", self.messages)
+        for number, message in enumerate(self.messages):
+            _check_message(f"messages[{number}]", message)
+        last = self.messages[-1]["role"]
+        _expect(last in ("user", "tool"), "messages", "a user's or a tool's message as the last", last)
+        if isinstance(self.expected, ExpectedCall):
+            _expect(self.expected.name in names, "expected.call.name", f"one of the tools {names}", self.expected.name)
+        else:
+            text = self.expected.text
+            _expect(text and text == text.strip(), "expected.answer", "text without white space around it", text)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of one line."""
+        if isinstance(self.expected, ExpectedCall):
+            expected = {"call": {"name": self.expected.name, "arguments": self.expected.arguments}}
+        else:
+            expected = {"answer": self.expected.text}
+        return {
+            "id": self.id, "kind": self.kind, "thinking": self.thinking, "tools": list(self.tools),
+            "messages": list(self.messages), "expected": expected,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, row: Any) -> Dialogue:
+        """The dialogue of one line's object. Raises InputError naming the field that is not as described above."""
+        fields = set(cls.__dataclass_fields__)
+        _expect(isinstance(row, dict), "dialogue", "a JSON object", row)
+        _expect(set(row) == fields, "fields", sorted(fields), sorted(row))
+        for name in ("tools", "messages"):
+            _expect(isinstance(row[name], list), name, "a list", row[name])
+        tools, messages = tuple(row["tools"]), tuple(row["messages"])
+        return cls(row["id"], row["kind"], row["thinking"], tools, messages, _expected(row["expected"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call that a reply holds, its arguments typed by the tool's schema."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A model's turn in its parts. `reasoning` is None with thinking off; `problem` says what breaks the form."""
+
+    reasoning: str | None
+    content: str
+    calls: tuple[Call, ...]
+    problem: str | None = None
+
+
+def read_dialogues(path: str | Path) -> list[Dialogue]:
+    """Every dialogue of a JSONL file. Raises InputError with file, line and field; two of one id are refused."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; expected one dialogue a line") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: expected UTF-8 text, found a wrong byte at position {error.start}") from None
+    found: dict[str, Dialogue] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            dialogue = Dialogue.from_json(json.loads(line))
+            _expect(dialogue.id not in found, "id", "each once", dialogue.id)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{path} line {number}: expected JSON, found at column {error.colno}: {error.msg}"
+            ) from None
+        except InputError as error:
+            raise InputError(f"{path} line {number}: {error}") from None
+        found[dialogue.id] = dialogue
+    return list(found.values())
+
+
+def parse_reply(text: str, tools: Sequence[Mapping[str, Any]], *, thinking: bool) -> Reply:
+    """What a model wrote after the opening of its turn, without the token that ends the turn."""
+    reasoning, body = None, text
+    if thinking:
+        reasoning, end, body = text.partition(_END_OF_REASONING)
+        reasoning = reasoning.strip()
+        if not end:
+            return Reply(reasoning, "", (), f"reasoning: expected {_END_OF_REASONING} after it, found none")
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    calls, problems = [], []
+    for match in _CALL.finditer(body):
+        arguments, problem = _arguments(match[2], match[1], schemas)
+        calls.append(Call(match[1], arguments))
+        problems += [problem] if problem else []
+    content = _CALL.sub("", body).strip()
+    broken = [mark for mark in _CALL_MARKS if mark in content]
+    if broken:
+        problems.append(f"call: expected a complete one, found {broken[0]} outside")
+    return Reply(reasoning, content, tuple(calls), problems[0] if problems else None)
+
+
+def is_right(reply: Reply, expected: ExpectedCall | ExpectedAnswer) -> bool:
+    """Exactly the expected call and nothing else, or exactly the expected answer; the reasoning is free.
+
+    Arguments are equal as JSON values: 5 and 5.0 are one number, true and 1 or "5" and 5 are not the same.
+    """
+    if reply.problem is not None:
+        return False
+    if isinstance(expected, ExpectedAnswer):
+        return not reply.calls and reply.content == expected.text
+    if len(reply.calls) != 1 or reply.content:
+        return False
+    call = reply.calls[0]
+    return call.name == expected.name and _same_json(call.arguments, expected.arguments)
+
+
+def _arguments(body: str, name: str, schemas: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """(arguments of a call's body, the first problem or None)."""
+    if name not in schemas:
+        return {}, f"call: expected one of the tools {sorted(schemas)}, found {name!r}"
+    properties = schemas[name].get("properties", {})
+    arguments: dict[str, Any] = {}
+    problem = None
+    for key, value in _PARAMETER.findall(body):
+        value = value.removeprefix("\n").removesuffix("\n")
+        where = f"call of {name}: parameter {key}"
+        if key in arguments:
+            problem = problem or f"{where}: expected once, found twice"
+        elif key not in properties:
+            problem = problem or f"{where}: expected one of {sorted(properties)}"
+            arguments[key] = value
+        else:
+            arguments[key], fault = _typed(value, properties[key].get("type", "string"))
+            problem = problem or (fault and f"{where}: {fault}")
+    rest = _PARAMETER.sub("", body).strip()
+    if rest:
+        problem = problem or f"call of {name}: expected parameters only, found {rest[:40]!r}"
+    return arguments, problem
+
+
+_IS_TYPE = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def _typed(value: str, kinds: str | list[str]) -> tuple[Any, str | None]:
+    """(value as the schema's type, None), or (the text, what is wrong). A string is the last choice among several."""
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    others = [kind for kind in kinds if kind != "string"]
+    if others:
+        try:
+            parsed = json.loads(value, parse_constant=_refuse_constant)
+        except ValueError:
+            parsed = _NOTHING
+        if any(_IS_TYPE[kind](parsed) for kind in others):
+            return parsed, None
+    if "string" in kinds:
+        return value, None
+    return value, f"expected {' or '.join(others)}, found {value[:40]!r}"
+
+
+_NOTHING = object()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")  # Python's reader takes NaN and Infinity
+
+
+def _same_json(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_json(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same_json, a, b))
+    return a == b
+
+
+def _expect(condition: object, where: str, expected: object, found: object) -> None:
+    if not condition:
+        raise InputError(f"{where}: expected {expected}, found {str(found)[:80]!r}")
+
+
+def _check_tool(where: str, tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    _expect(is_named, where, 'a function schema {"type": "function", "function": {"name", ...}}', tool)
+    parameters = function.get("parameters", {})
+    properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
+    _expect(isinstance(properties, dict), f"{where}.function.parameters", "a JSON schema of an object", parameters)
+    for name, schema in properties.items():
+        kinds = schema.get("type", "string") if isinstance(schema, dict) else None
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        is_known = isinstance(kinds, list) and kinds and all(kind in ("string", *_IS_TYPE) for kind in kinds)
+        _expect(is_known, f"{where}.function.parameters.{name}", "a schema with a JSON type", schema)
+
+
+def _check_message(where: str, message: Any) -> None:
+    role = message.get("role") if isinstance(message, dict) else None
+    _expect(role in ROLES, where, f"a message with a role of {', '.join(ROLES)}", message)
+    _expect(isinstance(message.get("content", ""), str), f"{where}.content", "a string", message.get("content"))
+    for call in message.get("tool_calls", ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        is_call = isinstance(function, dict) and isinstance(function.get("name"), str)
+        is_call = is_call and isinstance(function.get("arguments"), dict)
+        _expect(is_call, f"{where}.tool_calls", '{"function": {"name", "arguments": {...}}}', call)
+
+
+def _expected(row: Any) -> ExpectedCall | ExpectedAnswer:
+    shape = '{"call": {"name", "arguments"}} or {"answer": "..."}'
+    _expect(isinstance(row, dict) and len(row) == 1, "expected", shape, row)
+    answer, call = row.get("answer"), row.get("call")
+    if isinstance(answer, str):
+        return ExpectedAnswer(answer)
+    is_call = isinstance(call, dict) and set(call) == {"name", "arguments"}
+    is_call = is_call and isinstance(call["name"], str) and isinstance(call["arguments"], dict)
+    _expect(is_call, "expected", shape, row)
+    return ExpectedCall(call["name"], call["arguments"])
