@@ -679,16 +679,22 @@ def test_an_intervention_changes_everything_after_it(stage):
     assert_equations(inputs, tap, *found)
 
 
-def test_the_state_is_shown_but_only_the_recurrence_takes_it_back():
-    """In chunks the states of all steps are shown at once, after the scan: what comes back is not read."""
+@pytest.mark.parametrize("form", ["torch_chunk", "torch_recurrent", "reference"])
+def test_a_state_that_the_tap_replaces_is_handed_on_and_read_by_nothing_before(form):
     inputs = tapped_inputs()
-    change = {"state": lambda x: 2.0 * x}
-    for form, changes in (("torch_chunk", False), ("torch_recurrent", True), ("reference", True)):
-        plain = run(inputs, form)
-        tap = Recorder(**change)
-        out, state = run(inputs, form, tap=tap)
-        assert_same((out, state), (plain[0], 2.0 * plain[1] if changes else plain[1]), LIMIT_FP64)
-        assert relative_error(tap.seen[taps.GDN_STATE][-2:], plain[1]) <= LIMIT_FP64
+    plain, tap = run(inputs, form), Recorder(state=lambda x: 2.0 * x)
+    assert_same(run(inputs, form, tap=tap), (plain[0], 2.0 * plain[1]), LIMIT_FP64)
+    assert relative_error(tap.seen[taps.GDN_STATE][-2:], plain[1]) <= LIMIT_FP64
+
+
+def test_a_replaced_state_goes_to_its_own_packed_sequence():
+    """Sequences that end at different steps of the scan, and two without a token, which keep what they had."""
+    inputs = example(batch=1, tokens=100, log_decay=-0.1, seed=18)
+    inputs |= {"cu_seqlens": torch.tensor([0, 3, 3, 50, 90, 90, 100]), "initial_state": random_state(6, inputs)}
+    plain = run(inputs, policy=CHUNK16)
+    found = run(inputs, policy=CHUNK16, tap=Recorder(state=lambda x: 2.0 * x))
+    factors = torch.tensor([2.0, 1.0, 2.0, 2.0, 1.0, 2.0])[:, None, None, None]
+    assert_same(found, (plain[0], factors * plain[1]), LIMIT_FP64)
 
 
 @pytest.mark.parametrize("policy", ["safe", "segsum", "fp32_cumsum", "factored", "mask_after"])

@@ -539,6 +539,26 @@ def test_scores_are_shown_and_watching_changes_nothing(name):
         assert relative_error(scores, expected) <= 1e-6
 
 
+class Halved(Scores):
+    """Puts half of them in the place of the scores."""
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return 0.5 * tensor
+
+
+@pytest.mark.parametrize("name", OPERATIONS["attention"].backends)
+def test_replaced_scores_are_what_the_softmax_is_taken_of(name):
+    served = 0
+    for case in ATTENTION.values():
+        if outputs("attention", name, case) is None:
+            continue
+        found = Kernels({"attention": name}).attention(**case, tap=Halved())
+        (expected,) = outputs("attention", "reference", {**case, "scale": 0.5 * case["scale"]})
+        assert relative_error(found, expected) <= 1e-6
+        served += 1
+    assert served
+
+
 def test_a_head_reads_the_key_head_of_its_group():
     """Heads 0 and 1 read key head 0, heads 2 and 3 key head 1; never by turns."""
     case = attention_case(6)

@@ -76,7 +76,8 @@ LAYER_TAPS: dict[str, str] = {
     GDN_W: "inverse @ (beta exp(G) k), [N, V, C, K]",
     GDN_INTRA: "(q . k) decay inside the chunk, [N, V, C, C]",
     GDN_INTER: "readout of the state that entered the chunk, [N, V, C, W]",
-    GDN_STATE: "recurrent state after each chunk, fp32, [N, V, K, W]; of a recurrence the last one, [B, V, K, W]",
+    GDN_STATE: "recurrent state after each chunk, fp32, [N, V, K, W]; of a recurrence the last one, [B, V, K, W]; "
+    "what comes back is handed on to the next pass, no chunk of this one reads it",
     GDN_OUT: "output of the gated delta rule, [B, T, V, W]",
     GDN_NORM: "output after gated RMS norm, [B, T, VW]",
     ATTN_Q: "queries after norm and rotation, [B, T, heads, head_dim]",
@@ -123,8 +124,8 @@ class Tap(Protocol):
         """See `tensor` at the point `name`; return what the computation shall continue with."""
         ...
 
-    def scope(self, prefix: str) -> Tap:
-        """The same observer for names relative to `prefix` (``scope("layers.03.")``)."""
+    def scope(self, prefix: str) -> Tap | None:
+        """The same observer for names relative to `prefix` (``scope("layers.03.")``); None if it wants none there."""
         ...
 
 

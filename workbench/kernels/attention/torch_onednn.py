@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workbench import taps
 from workbench.kernels.attention import spec
+from workbench.kernels.attention.torch_sdpa import attend_by, shown_scores, visible_keys
 from workbench.kernels.linear.torch_onednn import product, refusal
 from workbench.kernels.registry import Call
 from workbench.taps import Tap
@@ -67,8 +67,9 @@ def run(
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     if tap is not None:
-        keys = k.repeat_interleave(group, dim=2)
-        tap(taps.ATTN_SCORES, torch.einsum("bthd,bshd->bhts", q, keys) * scale)
+        seen = shown_scores(q, k, scale, tap)
+        if seen is not None:
+            return attend_by(seen, v, visible_keys(q.shape[1], k.shape[1], key_lengths, q.device))
     out = torch.empty_like(q)
     for s, (query, key, value) in enumerate(spec.sequences(q, k, v, key_lengths, cu_seqlens)):
         for h in range(kv_heads):

@@ -308,6 +308,7 @@ def evaluate(
         strict=True,
     )
     entered, corrections, left = [], [], []
+    has_empty = counts[0] < scan.state.shape[0]  # packed sequences without a token
     for count, u_now, w_now, writers_now, decay_now in steps:
         if count < scan.state.shape[0]:
             scan.finished.append(scan.state[count:])
@@ -319,7 +320,13 @@ def evaluate(
         if tap is not None:
             left.append(scan.state)
     if tap is not None:
-        tap(taps.GDN_STATE, torch.cat(left).unflatten(0, (-1, value_heads)))
+        states = torch.cat(left).unflatten(0, (-1, value_heads))
+        seen = tap(taps.GDN_STATE, states)
+        if seen is not states:  # chunks have read theirs by now: the last of each sequence is what is handed on
+            parts = seen.flatten(0, 1).split(counts)
+            ended = [part[count:] for part, count in zip(parts, counts[1:], strict=False) if count < part.shape[0]]
+            scan.finished[int(has_empty) :] = ended
+            scan.state = parts[-1]
     inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view(v.shape)
     inter = taps.observe(tap, taps.GDN_INTER, inter)
     out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections))
