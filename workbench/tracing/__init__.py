@@ -1,4 +1,4 @@
-"""Watching a model compute: every tap point of every forward pass becomes one row of a table.
+"""Watching a model compute, and changing what it computes: every tap point of every forward pass is a row of a table.
 
 >>> with workbench.trace(model, keep=["*.gdn.log_decay"]) as trace:
 ...     model(input_ids)
@@ -6,7 +6,11 @@
 >>> trace.tensors["layers.00.gdn.log_decay"]
 """
 
+from workbench.tracing.intervention import FIELD_INTERVENTIONS, Intervention, intervene
 from workbench.tracing.observer import COLUMNS, Trace, trace
 from workbench.tracing.statistics import NEAR_LIMIT_SHARE, Statistics, describe
 
-__all__ = ["COLUMNS", "NEAR_LIMIT_SHARE", "Statistics", "Trace", "describe", "trace"]
+__all__ = [
+    "COLUMNS", "FIELD_INTERVENTIONS", "NEAR_LIMIT_SHARE", "Intervention", "Statistics", "Trace", "describe",
+    "intervene", "trace",
+]  # fmt: skip
