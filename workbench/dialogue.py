@@ -27,14 +27,18 @@ stand, all others as JSON. Reading is strict: what a tolerant parser would compl
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import InputError
+
+#: The project's own data; an installed package has none, its users pass the folder.
+DATA = Path(__file__).resolve().parent.parent / "data"
 
 #: What a dialogue asks of a model: an answer without tools, a call, an answer from a tool's result, a call or answer
 #: that needs an earlier turn, an answer that no tool applies, a fact from far back.
@@ -137,6 +141,82 @@ class Reply:
     content: str
     calls: tuple[Call, ...]
     problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one dialogue: the model's `text`, whether it is right, and the `problem` if it has one.
+
+    `is_single` marks a reply that was computed by itself, because the batch it was in had logits that are not finite.
+    """
+
+    id: str
+    kind: str
+    thinking: bool
+    text: str
+    right: bool
+    problem: str | None = None
+    is_single: bool = False
+
+    @classmethod
+    def of(cls, dialogue: Dialogue, reply: Reply, text: str, *, is_single: bool = False) -> Outcome:
+        """The outcome of a reply whose turn ended; `text` is what to show of it."""
+        right = is_right(reply, dialogue.expected)
+        return cls(dialogue.id, dialogue.kind, dialogue.thinking, text, right, reply.problem, is_single)
+
+    @classmethod
+    def failed(cls, dialogue: Dialogue, text: str, problem: str, *, is_single: bool = False) -> Outcome:
+        """The outcome where there is no reply to judge."""
+        return cls(dialogue.id, dialogue.kind, dialogue.thinking, text, False, problem, is_single)
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueScore:
+    """`share` = `right` / `asked`; `by_kind` and `by_thinking` hold (right, asked) of each; `replies` each outcome."""
+
+    share: float
+    right: int
+    asked: int
+    by_kind: dict[str, tuple[int, int]]
+    by_thinking: dict[bool, tuple[int, int]]
+    replies: tuple[Outcome, ...]
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> DialogueScore:
+        """The score of at least one outcome."""
+        replies = tuple(outcomes)
+        if not replies:
+            raise InputError("dialogue score: expected at least one dialogue, found none")
+
+        def count(chosen: Iterable[Outcome]) -> tuple[int, int]:
+            rights = [outcome.right for outcome in chosen]
+            return sum(rights), len(rights)
+
+        kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome in replies)]
+        by_kind = {kind: count(o for o in replies if o.kind == kind) for kind in kinds}
+        modes = [mode for mode in (False, True) if any(outcome.thinking is mode for outcome in replies)]
+        by_thinking = {mode: count(o for o in replies if o.thinking is mode) for mode in modes}
+        right, asked = count(replies)
+        return cls(right / asked, right, asked, by_kind, by_thinking, replies)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, every outcome included."""
+        return {
+            "share": self.share, "right": self.right, "asked": self.asked,
+            "by_kind": {kind: list(pair) for kind, pair in self.by_kind.items()},
+            "by_thinking": {"on" if mode else "off": list(pair) for mode, pair in self.by_thinking.items()},
+            "replies": [dataclasses.asdict(outcome) for outcome in self.replies],
+        }  # fmt: skip
+
+
+def fixed_dialogues(n: int = 20, data: str | Path | None = None) -> list[Dialogue]:
+    """The first `n`, 20 or 200, of `dialogues.jsonl` in the folder `data` (default: the one of the project)."""
+    return _fixed("dialogues.jsonl", n, (20, 200), data)
+
+
+def fixed_recalls(n: int = 20, data: str | Path | None = None) -> list[Dialogue]:
+    """The first `n`, 20 or 100, of `recall.jsonl`: questions for a fact that stands 1500 tokens and more before."""
+    return _fixed("recall.jsonl", n, (20, 100), data)
 
 
 def read_dialogues(path: str | Path) -> list[Dialogue]:
@@ -266,6 +346,16 @@ def _same_json(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same_json, a, b))
     return a == b
+
+
+def _fixed(name: str, n: int, sizes: tuple[int, ...], data: str | Path | None) -> list[Dialogue]:
+    if n not in sizes:
+        raise InputError(f"{name}: expected one of the fixed subsets of {' or '.join(map(str, sizes))}, found {n}")
+    path = (DATA if data is None else Path(data)) / name
+    found = read_dialogues(path)
+    if len(found) < n:
+        raise InputError(f"{path}: expected at least {n} dialogues, found {len(found)}")
+    return found[:n]
 
 
 def _expect(condition: object, where: str, expected: object, found: object) -> None:
