@@ -3,7 +3,11 @@
 Skipped where no device is; `python3 bootstrap.py test -m gpu` runs these alone on a machine that has one.
 """
 
+import dataclasses
+import shutil
+
 import models
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from workbench.kernels.agreement import logit_difference, relative_error
 from workbench.kernels.gated_delta_rule import reference, spec
 from workbench.model import CausalLM
 from workbench.numerics import SAFE
+from workbench.training.train import Run, Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,3 +111,55 @@ def test_generation_is_repeatable():
     prompt = ids(2, 20).cuda()
     settings = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5}
     assert model.generate(prompt, **settings).sequences == model.generate(prompt, **settings).sequences
+
+
+@pytest.fixture()
+def token_files(tmp_path):
+    """Text and dialogues of random tokens; the last four of each dialogue of twenty are to learn."""
+    draws = np.random.default_rng(0)
+    draws.integers(0, 97, size=5000).astype("<u2").tofile(tmp_path / "train.u16")
+    draws.integers(0, 97, size=500).astype("<u2").tofile(tmp_path / "heldout.u16")
+    for name in ("train_dialogues", "validation_dialogues"):
+        draws.integers(0, 97, size=2000).astype("<u2").tofile(tmp_path / f"{name}.u16")
+        np.tile(np.repeat([0, 1], [16, 4]), 100).astype("u1").tofile(tmp_path / f"{name}.u8")
+        np.arange(0, 2000, 20).astype("<u4").tofile(tmp_path / f"{name}.starts.u32")
+    return tmp_path
+
+
+def test_a_step_captured_as_a_graph_equals_the_plain_step(token_files):
+    settings = Settings(steps=6, batch=4, length=130, dialogue_rows=2, warmup=3, learning_rate=1e-3)
+    config = dataclasses.replace(ModelConfig.from_hf(models.mini()), router_aux_loss_coef=0.01)
+    runs = {
+        name: Run(token_files, token_files / name, settings, "cuda", config, eager=name == "eager")
+        for name in ("eager", "graph")
+    }
+    for run in runs.values():
+        assert run.train(evaluate_every=1)
+    assert runs["eager"]._captured is None and runs["graph"]._captured is not None
+    for plain, captured in zip(runs["eager"].curve, runs["graph"].curve, strict=True):
+        for column in set(plain) - {"seconds"}:
+            # Exact columns too: steps, tokens, rates. A warm-up step that counted would show in the first losses.
+            assert captured[column] == pytest.approx(plain[column], rel=1e-4), (plain["step"], column)
+    steps = [state["step"].item() for state in runs["graph"].optimizer.state.values()]
+    assert set(steps) == {6.0}
+    pairs = zip(runs["eager"].model.named_parameters(), runs["graph"].model.named_parameters(), strict=True)
+    for (name, plain), (_, captured) in pairs:
+        assert relative_error(captured, plain) <= 1e-2, name
+
+
+def test_a_captured_run_resumes_in_itself_and_in_a_new_one(token_files):
+    settings = Settings(steps=4, batch=4, length=130, dialogue_rows=2, warmup=2, learning_rate=1e-3)
+    config = dataclasses.replace(ModelConfig.from_hf(models.mini()), router_aux_loss_coef=0.01)
+
+    def run_in(name: str) -> Run:
+        return Run(token_files, token_files / name, settings, "cuda", config)
+
+    whole, first = run_in("whole"), run_in("first")
+    assert whole.train(evaluate_every=2)
+    assert not first.train(evaluate_every=2, seconds_limit=0.0)
+    shutil.copytree(first.out, token_files / "second")
+    for run in (first, run_in("second")):
+        run.resume()
+        assert run.step == 1 and run.train(evaluate_every=2)
+        for (name, a), (_, b) in zip(whole.model.named_parameters(), run.model.named_parameters(), strict=True):
+            assert relative_error(b, a) <= 1e-2, name
