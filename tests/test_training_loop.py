@@ -24,7 +24,7 @@ from workbench.training.train import (
     MINIATURE,
     TOKENIZER_FILES,
     Batch,
-    DialogueTokens,
+    DialogueStream,
     Run,
     Settings,
     dialogue_fit,
@@ -55,7 +55,7 @@ def tokens(tmp_path):
     return folder
 
 
-def write_dialogues(folder, name: str, count: int, seed: int) -> DialogueTokens:
+def write_dialogues(folder, name: str, count: int, seed: int) -> DialogueStream:
     """Dialogues of 4 to 9 tokens of context and their first three repeated, which are to learn; then a zero."""
     draws = np.random.default_rng(seed)
     tokens, learned, starts = [], [], []
@@ -67,7 +67,7 @@ def write_dialogues(folder, name: str, count: int, seed: int) -> DialogueTokens:
     np.array(tokens, "<u2").tofile(folder / f"{name}.u16")
     np.array(learned, "u1").tofile(folder / f"{name}.u8")
     np.array(starts, "<u4").tofile(folder / f"{name}.starts.u32")
-    return DialogueTokens(np.array(tokens), np.array(learned), np.array(starts))
+    return DialogueStream(np.array(tokens), np.array(learned), np.array(starts))
 
 
 def random_batch(rows: int, tokens: int, dialogue_rows: int = 0, seed: int = 0) -> Batch:

@@ -157,7 +157,7 @@ def require_text(tokens: np.ndarray, length: int, path: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class DialogueTokens:
+class DialogueStream:
     """A stream of dialogues: `tokens` [N] uint16, `learned` [N] uint8 (1 = to learn), `starts` [dialogues] int64."""
 
     tokens: np.ndarray
@@ -165,7 +165,7 @@ class DialogueTokens:
     starts: np.ndarray
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> DialogueTokens:
+    def read(cls, folder: Path, name: str) -> DialogueStream:
         """Read `name`.u16, .u8 and .starts.u32 of `folder`. Raises InputError where they do not fit each other."""
         tokens, learned = read_array(folder / f"{name}.u16", "<u2"), read_array(folder / f"{name}.u8", "u1")
         starts = read_array(folder / f"{name}.starts.u32", "<u4").astype(np.int64)
@@ -217,7 +217,7 @@ class Batch:
 
 
 def draw_batch(
-    text: np.ndarray, dialogues: DialogueTokens | None, beginnings: np.ndarray, step: int, settings: Settings
+    text: np.ndarray, dialogues: DialogueStream | None, beginnings: np.ndarray, step: int, settings: Settings
 ) -> Batch:
     """Random windows of `text` and rows from random `beginnings` of dialogues, the same for the same seed and step."""
     draws = np.random.default_rng((settings.seed, step))
@@ -303,7 +303,7 @@ class DialogueFit:
     exact: float
 
 
-def padded_dialogues(dialogues: DialogueTokens, count: int, batch: int = 16) -> list[Batch]:
+def padded_dialogues(dialogues: DialogueStream, count: int, batch: int = 16) -> list[Batch]:
     """The first `count` dialogues in batches of similar length, padded with zeros on the right.
 
     Nothing that follows a token changes its logits, so that padding needs no mask.
@@ -430,13 +430,13 @@ class Run:
         train, heldout = tokens / "train.u16", tokens / "heldout.u16"
         self.train_tokens = require_text(read_array(train, "<u2"), settings.length, train)
         self.heldout_tokens = require_text(read_array(heldout, "<u2"), settings.length, heldout)
-        self.dialogues: DialogueTokens | None = None
+        self.dialogues: DialogueStream | None = None
         self.beginnings = np.zeros(0, dtype=np.int64)
         self.validation: list[Batch] = []
         if settings.dialogue_rows:
-            self.dialogues = DialogueTokens.read(tokens, "train_dialogues")
+            self.dialogues = DialogueStream.read(tokens, "train_dialogues")
             self.beginnings = self.dialogues.beginnings(settings.length)
-            validation = DialogueTokens.read(tokens, "validation_dialogues")
+            validation = DialogueStream.read(tokens, "validation_dialogues")
             self.validation = padded_dialogues(validation, settings.validation_dialogues)
         self.out, self.settings, self.config, self.device = out, settings, config, torch.device(device)
         self.eager = eager or self.device.type != "cuda"
