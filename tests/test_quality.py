@@ -132,7 +132,7 @@ def test_heldout_tokens_are_those_of_the_training_commands(tokenizer):
 
 
 def test_heldout_text_that_is_too_short_or_missing_is_named(tokenizer, tmp_path):
-    with pytest.raises(InputError, match="heldout.jsonl: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"heldout\.jsonl: cannot be read: No such file"):
         heldout_tokens(tokenizer, data=tmp_path)
     (tmp_path / "heldout.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(InputError, match="expected at least 10241 tokens for 20 windows, found"):
@@ -151,7 +151,7 @@ def test_nats_per_byte_count_the_bytes_of_the_predicted_text(tokenizer):
         flat.lm_head.weight.zero_()
     found = perplexity(flat, ids, length=len(ids) - 1, tokenizer=tokenizer)
     first = len(tokenizer.token_bytes(int(ids[0])))
-    assert found.text_bytes == len("So:".encode()) - first + len(text.encode())
+    assert found.text_bytes == len(b"So:") - first + len(text.encode())
     expected = (len(ids) - 1) * math.log(tokenizer.vocab_size) / found.text_bytes
     assert found.nats_per_byte == pytest.approx(expected, rel=1e-6)
 
@@ -294,7 +294,7 @@ def test_other_subsets_do_not_exist(n):
 
 
 def test_missing_and_short_files_are_named(tmp_path):
-    with pytest.raises(InputError, match="dialogues.jsonl: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"dialogues\.jsonl: cannot be read: No such file"):
         fixed_dialogues(20, tmp_path)
     write_data(tmp_path, 19, 1)
     with pytest.raises(InputError, match="expected at least 20 dialogues, found 19"):

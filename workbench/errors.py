@@ -42,3 +42,7 @@ class InputError(WorkbenchError):
 
 class NonFiniteError(WorkbenchError):
     """The model computed NaN or Inf where its result was needed: a fault was found, not a bad input."""
+
+
+class ServerError(WorkbenchError):
+    """A model server cannot be reached, refuses a request, or answers in another form than expected."""

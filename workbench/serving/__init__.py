@@ -1,0 +1,1 @@
+"""Models behind a server: the same questions over HTTP that the workbench asks its own."""
