@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_chat_server import chat_server, completion
 from small_checkpoint import PROMPT, write_small_checkpoint
 
 from workbench import cli
 from workbench.analysis import inventory
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.cli.output import text_table
+from workbench.dialogue import Dialogue, ExpectedAnswer
 from workbench.numerics import LARGEST, PRESETS
 from workbench.tokenizer import Tokenizer
 
@@ -65,7 +67,7 @@ def test_help_needs_no_heavy_package_and_answers_at_once():
     assert time.monotonic() - started < 5.0  # half a second on a free machine
 
 
-@pytest.mark.parametrize("command", ["report", "trace", "generate", "inspect"])
+@pytest.mark.parametrize("command", ["report", "trace", "generate", "score", "inspect"])
 def test_every_command_explains_itself_with_an_example_that_parses(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -146,6 +148,19 @@ BAD_INPUTS = [
     ),
     (["generate", "{checkpoint}", "--ids", "1", "--top-p", "0"], "top_p: expected a number above 0"),
     (["generate", "{checkpoint}", "--ids", "1", "--max-new-tokens", "9999"], "max_position_embeddings"),
+    (["score"], "score: expected either a CHECKPOINT or --url, found none"),
+    (["score", "{none}", "--url", "http://127.0.0.1:9"], "expected either a CHECKPOINT or --url, found both"),
+    (["score", "{none}", "--dialogues", "30"], "expected one of the fixed subsets of 20 or 200, found 30"),
+    (["score", "{none}", "--only", "recall", "--recall", "200"], "expected one of the fixed subsets of 20 or 100"),
+    (["score", "{none}", "--only", "drafts"], "{none}: expected a directory, found nothing there"),
+    (["score", "{none}", "--minimum", "perplexity=1"], "expected NAME=SHARE with a name of dialogue, recall, drafts"),
+    (["score", "{none}", "--only", "recall", "--minimum", "dialogue=1"], "with a name of recall, found 'dialogue'"),
+    (["score", "{none}", "--minimum", "dialogue=95"], "expected a share from 0 to 1, found '95'"),
+    (["score", "{none}", "--minimum", "dialogue=nan"], "expected a share from 0 to 1, found 'nan'"),
+    (["score", "{none}", "--only", "drafts", "--model", "m"], "--model: expected only with --url"),
+    (["score", "--url", "127.0.0.1:9"], "url: expected http://host:port, found '127.0.0.1:9'"),
+    (["score", "--url", "http://127.0.0.1:9", "--dtype", "float16"], "--dtype: expected only with a checkpoint"),
+    (["score", "--url", "http://127.0.0.1:9", "--only", "drafts"], "--only drafts: expected one of dialogue, recall"),
     (["report", "--card", "bi-v100"], "--card bi-v100: cards come in a later version"),
     (["report", "--notebook", "99"], "--notebook 99: no such notebook"),
     (["report", "--checkpoint", "{none}"], "{none}: expected a directory"),
@@ -207,9 +222,7 @@ def test_a_defect_is_told_apart_from_a_fault_that_was_found(raised, code, last):
         f"def lost(options): raise {raised}\n"
         "cli.inspect.run = lost; sys.argv = ['workbench', 'inspect', 'x']; sys.exit(cli.run_process())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code and last in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == (code == 70)
 
@@ -226,9 +239,7 @@ def test_output_that_cannot_show_a_character_or_is_closed_ends_no_command(checkp
     words = f"-m workbench generate {checkpoint} --ids 1 --temperature 90 --seed 2 --max-new-tokens 100"
     command = f"{sys.executable} {words}" + (" >&-" if closed else "")
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert closed or "\\ufffd" in done.stdout
 
@@ -289,9 +300,7 @@ def test_the_keyboard_stops_a_command_with_130(checkpoint):
         "--max-new-tokens",
         "4000",
     ]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.read(1)  # it writes
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=60)
@@ -300,9 +309,7 @@ def test_the_keyboard_stops_a_command_with_130(checkpoint):
 
 def test_the_keyboard_stops_a_report_and_leaves_nothing_half_done(tmp_path):
     command = [sys.executable, "-m", "workbench", "report", "--notebook", "01", "--out", str(tmp_path)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert "starting a kernel" in running.stderr.readline()
         running.stderr.readline()  # a cell has ended: the next one runs
         running.send_signal(signal.SIGINT)
@@ -323,9 +330,7 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint):
         "--max-new-tokens",
         "500",
     ]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.read(1)
         running.stdout.close()
         err = running.stderr.read()
@@ -344,9 +349,7 @@ def test_every_command_of_the_readme_is_one(run):
 def test_the_python_of_the_readme_runs():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "frac_nan" in done.stdout, done.stderr
 
 
@@ -522,9 +525,7 @@ def test_every_tensor_name_has_a_group_that_fits():
 def test_text_table_aligns_numbers_right_and_marks_what_is_missing():
     import pandas as pd
 
-    frame = pd.DataFrame(
-        {"name": ["a", "bb"], "n": [1000, 2], "x": [0.5, float("nan")], "at": [(1, 2), None]}
-    )
+    frame = pd.DataFrame({"name": ["a", "bb"], "n": [1000, 2], "x": [0.5, float("nan")], "at": [(1, 2), None]})
     lines = text_table(frame, {"n": ","}).splitlines()
     assert lines == ["name      n    x  at", "a     1,000  0.5  (1, 2)", "bb        2    -  -"]
 
@@ -548,9 +549,7 @@ def test_report_prints_its_files_and_three_lines(run, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "build", pretend)
     prompt = tmp_path / "a prompt.txt"
     prompt.write_text("words")
-    code, out, err = run(
-        "report", "--notebook", "01", "--prompt-file", prompt, "--set", "full=True", "--out", tmp_path
-    )
+    code, out, err = run("report", "--notebook", "01", "--prompt-file", prompt, "--set", "full=True", "--out", tmp_path)
     assert (code, err) == (0, "working\n")
     assert out.splitlines() == [
         str(tmp_path / "01_x.html"),
@@ -570,3 +569,86 @@ def test_presets_of_the_help_are_complete(run):
     _, out, _ = run("trace", "--help")
     assert all(name in out for name in PRESETS)
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+# ============================================================================================================
+# score
+# ============================================================================================================
+
+ONCE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def fixed_data(tmp_path, monkeypatch) -> list[Dialogue]:
+    """Twenty dialogues and facts in the place of the project's own, and a held-out text."""
+    rows = [
+        Dialogue(f"hello-{n}", "answer", n % 2 == 0, (), ({"role": "user", "content": f"Hello {n}"},),
+                 ExpectedAnswer("Hello."))
+        for n in range(20)
+    ]  # fmt: skip
+    lines = "".join(json.dumps(row.to_json()) + "\n" for row in rows)
+    for name in ("dialogues.jsonl", "recall.jsonl"):
+        (tmp_path / name).write_text(lines)
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"text": PROMPT * 200}) + "\n")
+    for module in ("dialogue", "quality"):
+        monkeypatch.setattr(f"workbench.{module}.DATA", tmp_path)
+    return rows
+
+
+@pytest.fixture
+def talking(tmp_path) -> Path:
+    """A checkpoint with a chat template."""
+    folder = write_small_checkpoint(tmp_path / "talking", mtp_num_hidden_layers=0)
+    (folder / "chat_template.jinja").write_text(ONCE)
+    return folder
+
+
+def test_score_of_a_checkpoint(run, talking, fixed_data, tmp_path):
+    target = tmp_path / "score.json"
+    code, out, err = run(
+        "score", talking, "--only", "dialogue", "--only", "perplexity", "--show-wrong", "--json", target
+    )
+    assert code == 0
+    assert out.startswith("dialogue       0.0%  0 of 20: answer 0/20; thinking off 0/10, on 0/10\nperplexity ")
+    assert "hello-0, thinking on: expected an end, found none in 192 tokens\n  expected  'Hello.'\n  found " in out
+    assert "dialogue: 20 of 20 dialogues, 0 right" in err
+    content = json.loads(target.read_text())
+    assert content["dtype"] == "bfloat16" and content["policy"] == PRESETS["safe"].to_json() and content["backends"]
+    assert set(content["scores"]) == {"dialogue", "perplexity"}
+    assert content["scores"]["perplexity"]["predicted"] == 20 * 512
+    assert len(content["scores"]["dialogue"]["replies"]) == 20
+
+
+def test_score_of_a_model_that_computes_nan_is_zero_with_the_reason(run, talking, fixed_data):
+    code, out, _ = run("score", talking, "--only", "dialogue", "--policy", "factored", "--json", "-")
+    content = json.loads(out)
+    assert code == 0 and content["scores"]["dialogue"]["share"] == 0.0
+    replies = content["scores"]["dialogue"]["replies"]
+    assert any("NaN or Inf" in (reply["problem"] or "") and not reply["is_finite"] for reply in replies), replies[0]
+
+
+def test_drafts_are_left_out_for_a_model_without_the_head_unless_named(run, talking, fixed_data):
+    code, _, err = run("score", talking, "--only", "drafts")
+    assert code == 2 and "multi-token-prediction head" in err
+
+
+def test_score_of_a_server_and_a_minimum(run, fixed_data):
+    def answer(body):
+        return completion("Hello." if body["messages"][0]["content"] != "Hello 7" else "Bye.")
+
+    with chat_server(answer) as (url, _):
+        code, out, _ = run("score", "--url", url, "--minimum", "dialogue=0.95", "--minimum", "recall=0.9")
+        assert (code, out.splitlines()[0]) == (
+            0,
+            "dialogue      95.0%  19 of 20: answer 19/20; thinking off 9/10, on 10/10",
+        )
+        code, out, _ = run("score", "--url", url, "--only", "recall", "--minimum", "recall=0.96", "--show-wrong")
+    assert code == 1
+    assert "hello-7, thinking off: another reply" in out and "Bye." in out
+    assert out.splitlines()[-1] == "recall: expected at least 0.96, found 0.95"
+
+
+def test_score_of_a_server_that_fails_is_one_line(run, fixed_data):
+    with chat_server(lambda body: (500, {"message": "engine died"})) as (url, _):
+        code, out, err = run("score", "--url", url)
+    assert (code, out) == (2, "") and err.splitlines()[-1].startswith("workbench: error: ") and "engine died" in err

@@ -241,6 +241,15 @@ def test_dialogues_are_judged_one_by_one_whatever_the_batch(tokenizer, batch):
     assert max(model.batches) == min(batch, 6)
 
 
+def test_long_prompts_share_a_batch_with_fewer(tokenizer, monkeypatch):
+    monkeypatch.setattr("workbench.quality.BATCH_TOKENS", 400)
+    long = dataclasses.replace(DIALOGUES[0], messages=({"role": "user", "content": "one: five " + "minutes " * 300},))
+    model = Scripted(tokenizer, REPLIES)
+    found = dialogue_score(model, tokenizer, [*DIALOGUES[:2], long, DIALOGUES[3]], max_new_tokens=60)
+    assert [outcome.right for outcome in found.replies] == [True, False, True, True]
+    assert model.batches == [2, 1, 1]
+
+
 def test_the_model_reads_the_template_with_tools_and_mode(tokenizer):
     model = Scripted(tokenizer, REPLIES)
     dialogue_score(model, tokenizer, [DIALOGUES[0], DIALOGUES[2]], max_new_tokens=60)
@@ -253,6 +262,7 @@ def test_only_dialogues_whose_own_logits_are_not_finite_are_wrong_for_it(tokeniz
     found = dialogue_score(model, tokenizer, DIALOGUES[:4], max_new_tokens=60)
     assert [outcome.right for outcome in found.replies] == [True, False, False, True]
     assert all(outcome.is_single for outcome in found.replies)
+    assert [outcome.is_finite for outcome in found.replies] == [True, True, False, True]
     assert "expected finite values, found 100.0% NaN or Inf" in found.replies[2].problem
     assert [outcome.problem for outcome in found.replies[:2]] == [None, None]
     assert model.batches == [4, 1, 1, 1, 1]

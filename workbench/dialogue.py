@@ -147,7 +147,8 @@ class Reply:
 class Outcome:
     """What became of one dialogue: the model's `text`, whether it is right, and the `problem` if it has one.
 
-    `is_single` marks a reply that was computed by itself, because the batch it was in had logits that are not finite.
+    `is_single` marks a reply that was computed by itself, because the batch it was in had logits that are not finite;
+    `is_finite` is False where its own were not.
     """
 
     id: str
@@ -157,6 +158,7 @@ class Outcome:
     right: bool
     problem: str | None = None
     is_single: bool = False
+    is_finite: bool = True
 
     @classmethod
     def of(cls, dialogue: Dialogue, reply: Reply, text: str, *, is_single: bool = False) -> Outcome:
@@ -165,9 +167,11 @@ class Outcome:
         return cls(dialogue.id, dialogue.kind, dialogue.thinking, text, right, reply.problem, is_single)
 
     @classmethod
-    def failed(cls, dialogue: Dialogue, text: str, problem: str, *, is_single: bool = False) -> Outcome:
+    def failed(
+        cls, dialogue: Dialogue, text: str, problem: str, *, is_single: bool = False, is_finite: bool = True
+    ) -> Outcome:
         """The outcome where there is no reply to judge."""
-        return cls(dialogue.id, dialogue.kind, dialogue.thinking, text, False, problem, is_single)
+        return cls(dialogue.id, dialogue.kind, dialogue.thinking, text, False, problem, is_single, is_finite)
 
 
 @dataclass(frozen=True, slots=True)

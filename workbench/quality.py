@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ END_OF_TURN, END_OF_TEXT = "<|im_end|>", "<|endoftext|>"
 #: The longest reply of the fixed dialogues has about 145 tokens of the miniature, reasoning included.
 MAX_NEW_TOKENS = 192
 
+#: Prompt tokens read at once: the miniature then takes about 1 GB.
+BATCH_TOKENS = 20_000
+
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
@@ -58,6 +61,9 @@ class Perplexity:
     def nats_per_byte(self) -> float | None:
         return None if self.text_bytes is None else self.nats / self.text_bytes
 
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"nats_per_byte": self.nats_per_byte}
+
 
 @dataclass(frozen=True, slots=True)
 class DraftAcceptance:
@@ -66,6 +72,9 @@ class DraftAcceptance:
     rate: float
     accepted: int
     proposed: int
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,8 @@ class Scores:
         return {
             "dialogue": self.dialogue.to_json(),
             "recall": self.recall.to_json(),
-            "perplexity": dataclasses.asdict(self.perplexity) | {"nats_per_byte": self.perplexity.nats_per_byte},
-            "drafts": None if self.drafts is None else dataclasses.asdict(self.drafts),
+            "perplexity": self.perplexity.to_json(),
+            "drafts": None if self.drafts is None else self.drafts.to_json(),
         }
 
 
@@ -191,7 +200,8 @@ def dialogue_score(
 ) -> DialogueScore:
     """How many dialogues the model continues with exactly the right reply: greedy, so the same each time.
 
-    A reply that is not over after `max_new_tokens` is wrong. Where a batch has logits that are not finite, its
+    At most `batch` are computed at once, fewer where prompts are long. A reply that is not over after `max_new_tokens`
+    is wrong. Where a batch has logits that are not finite, its
     dialogues are repeated one by one, so that only those whose own logits are not finite are wrong for it; the
     outcome says so. Raises InputError and CheckpointError as `generate` and the tokenizer do.
     """
@@ -205,8 +215,7 @@ def dialogue_score(
         for dialogue in dialogues
     ]
     outcomes: list[Outcome] = []
-    for start in range(0, len(dialogues), batch):
-        part = range(start, min(start + batch, len(dialogues)))
+    for part in _batches([len(prompt) for prompt in prompts], batch):
         try:
             replies = _continue(model, [prompts[i] for i in part], max_new_tokens, stops)
             outcomes += [_outcome(tokenizer, dialogues[i], reply) for i, reply in zip(part, replies, strict=True)]
@@ -216,7 +225,7 @@ def dialogue_score(
                     (reply,) = _continue(model, [prompts[i]], max_new_tokens, stops)
                     outcomes.append(_outcome(tokenizer, dialogues[i], reply, is_single=True))
                 except NonFiniteError as error:
-                    outcomes.append(Outcome.failed(dialogues[i], "", str(error), is_single=True))
+                    outcomes.append(Outcome.failed(dialogues[i], "", str(error), is_single=True, is_finite=False))
         if progress is not None:
             right = sum(outcome.right for outcome in outcomes)
             progress(f"{len(outcomes)} of {len(dialogues)} dialogues, {right} right")
@@ -230,7 +239,7 @@ def recall_score(
     *,
     data: Path | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
-    batch: int = 10,
+    batch: int = 20,
     progress: Progress | None = None,
 ) -> DialogueScore:
     """`dialogue_score` on the first `n`, 20 or 100, of the questions for a fact far back in a long prompt."""
@@ -257,6 +266,18 @@ def scores(
         perplexity=perplexity(model, tokens, tokenizer=tokenizer),
         drafts=draft_acceptance(model, tokens) if has_head else None,
     )
+
+
+def _batches(sizes: Sequence[int], count: int) -> Iterator[range]:
+    """Consecutive stretches of at most `count` prompts and BATCH_TOKENS tokens; one that is longer stands alone."""
+    start = tokens = 0
+    for i, size in enumerate(sizes):
+        if i > start and (i - start == count or tokens + size > BATCH_TOKENS):
+            yield range(start, i)
+            start, tokens = i, 0
+        tokens += size
+    if sizes:
+        yield range(start, len(sizes))
 
 
 def _stop_ids(model: CausalLM, tokenizer: Tokenizer) -> set[int]:

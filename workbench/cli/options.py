@@ -42,13 +42,14 @@ def shared_options() -> argparse.ArgumentParser:
     return shared
 
 
-def model_options() -> argparse.ArgumentParser:
-    """How a checkpoint is loaded and run."""
+def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
+    """How a checkpoint is loaded and run; `is_optional` for a command that can do without one."""
     shared = argparse.ArgumentParser(add_help=False)
     group = shared.add_argument_group("model")
     group.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="directory with config.json and safetensors"
-    )
+        "checkpoint", metavar="CHECKPOINT", type=Path, nargs="?" if is_optional else None,
+        help="directory with config.json and safetensors",
+    )  # fmt: skip
     group.add_argument(
         "--backend", metavar="[OP=]NAME[:POLICY]", help="backends by name, several separated by commas"
     )
