@@ -22,7 +22,9 @@ the token that ends it, in the text form of Qwen3.5 and Qwen3-Coder:
     </tool_call>                            a call, as content
 
 White space around reasoning and content is layout. A value is text that the tool's schema gives a type: strings as they
-stand, all others as JSON. Reading is strict: what a tolerant parser would complete or guess at is named as a problem.
+stand, all others as JSON. Reading is strict: what a tolerant parser would complete or drop is wrong here. vLLM's
+`qwen3_coder`, for one, takes a call without its last mark and drops text after a call; well-formed replies it reads
+alike.
 """
 
 from __future__ import annotations
