@@ -58,7 +58,7 @@ MOE_EXPERTS = "moe.experts"
 MOE_SHARED = "moe.shared"
 MOE_OUT = "moe.out"
 
-#: What each tap point inside a layer holds, in the order in which a layer computes them.
+#: What each tap point inside a layer holds, in the order in which a layer computes them. The last brackets are axes.
 LAYER_TAPS: dict[str, str] = {
     INPUT_NORM: "residual stream after the norm before the mixer, [B, T, D]",
     GDN_QKV: "projected q|k|v channels before the convolution, [B, T, 2HK+VW]",
@@ -76,8 +76,8 @@ LAYER_TAPS: dict[str, str] = {
     GDN_W: "inverse @ (beta exp(G) k), [N, V, C, K]",
     GDN_INTRA: "(q . k) decay inside the chunk, [N, V, C, C]",
     GDN_INTER: "readout of the state that entered the chunk, [N, V, C, W]",
-    GDN_STATE: "recurrent state after each chunk, fp32, [N, V, K, W]; of a recurrence the last one, [B, V, K, W]; "
-    "what comes back is handed on to the next pass, no chunk of this one reads it",
+    # What a tap returns for the state is handed on to the next pass; no chunk of this one reads it.
+    GDN_STATE: "recurrent state after each chunk, fp32, [N, V, K, W]; of a recurrence the last one, [B, V, K, W]",
     GDN_OUT: "output of the gated delta rule, [B, T, V, W]",
     GDN_NORM: "output after gated RMS norm, [B, T, VW]",
     ATTN_Q: "queries after norm and rotation, [B, T, heads, head_dim]",
@@ -99,7 +99,7 @@ LAYER_TAPS: dict[str, str] = {
 MODEL_TAPS: dict[str, str] = {
     EMBED: "token embeddings, [B, T, D]",
     FINAL_NORM: "residual stream after the last norm, [B, T, D]",
-    LOGITS: "next-token logits, [B, T, vocabulary]; of last tokens only, [S, 1, vocabulary]",
+    LOGITS: "next-token logits, of last tokens alone [S, 1, vocabulary], else [B, T, vocabulary]",
 }
 
 
