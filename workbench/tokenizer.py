@@ -14,11 +14,12 @@ character may be spread over several tokens.
 import codecs
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -162,34 +163,56 @@ class Tokenizer:
         reach nothing else. Raises `CheckpointError` for a template that is missing, malformed or tries to
         leave the sandbox, `InputError` for messages that the template rejects.
         """
-        for position, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                found = repr(message)[:80]
-                raise InputError(f'messages[{position}]: expected an object with a "role", found {found}')
         if self.chat_template is None:
             raise CheckpointError(f"{self.source}: expected a chat template beside it, found none")
-        variables: dict[str, Any] = {
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            **self.special_tokens,
-        }
-        if enable_thinking is not None:
-            variables["enable_thinking"] = enable_thinking
-        where = f"{self.source}: chat template"
-        try:
-            return _Sandbox().from_string(self.chat_template).render(variables)
-        except SecurityError as fault:
-            expected = "expected no access beyond its arguments"
-            raise CheckpointError(f"{where}: {expected}, found: {fault}") from None
-        except TemplateSyntaxError as fault:
-            expected = "expected valid Jinja"
-            raise CheckpointError(f"{where}: line {fault.lineno}: {expected}, found: {fault}") from None
-        except TemplateError as fault:
-            raise InputError(f"{where}: does not accept these messages: {fault}") from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
-            kind = type(fault).__name__
-            raise InputError(f"{where}: fails on these messages with {kind}: {fault}") from None
+        return render_chat(
+            self.chat_template,
+            messages,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self.special_tokens,
+            source=self.source,
+        )
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    enable_thinking: bool | None = None,
+    add_generation_prompt: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+    source: str = "chat_template.jinja",
+) -> str:
+    """The text of a conversation by the text of a chat template: see `Tokenizer.apply_chat_template`."""
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            found = repr(message)[:80]
+            raise InputError(f'messages[{position}]: expected an object with a "role", found {found}')
+    variables: dict[str, Any] = {
+        "messages": messages,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        **(special_tokens or {}),
+    }
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
+    where = f"{source}: chat template"
+    try:
+        return _compiled(template).render(variables)
+    except SecurityError as fault:
+        expected = "expected no access beyond its arguments"
+        raise CheckpointError(f"{where}: {expected}, found: {fault}") from None
+    except TemplateSyntaxError as fault:
+        expected = "expected valid Jinja"
+        raise CheckpointError(f"{where}: line {fault.lineno}: {expected}, found: {fault}") from None
+    except TemplateError as fault:
+        raise InputError(f"{where}: does not accept these messages: {fault}") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as fault:
+        kind = type(fault).__name__
+        raise InputError(f"{where}: fails on these messages with {kind}: {fault}") from None
 
 
 class StreamDecoder:
@@ -236,6 +259,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         # The default gives an undefined value that prints as nothing, so the attempt would pass unseen.
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    return _Sandbox().from_string(template)
 
 
 def _to_json(

@@ -2,15 +2,22 @@
 
     python -m workbench.training.tokenize --corpus DIR --out DIR [--tokenizer data/miniature] [--reuse]
 
-`--corpus` is the output of `workbench.training.corpus`. The tokenizer is trained on `train.jsonl` alone and
-written to `--tokenizer` as `tokenizer.json` and `tokenizer_config.json`; with `--reuse` the one that stands
-there is used as it is. In `--out`, each file written whole or not at all:
+`--corpus` is the output of `workbench.training.corpus` and `workbench.training.dialogues`. The tokenizer is
+trained on `train.jsonl` and the first conversations of `train_dialogues.jsonl`, and written to `--tokenizer`
+as `tokenizer.json` and `tokenizer_config.json`; with `--reuse` the one that stands there is used as it is. In
+`--out`, each file written whole or not at all:
 
     train.u16, heldout.u16   token ids, little-endian uint16, no header: numpy.fromfile(path, "<u2"). Every
     document is followed
                              by one `<|endoftext|>`; the documents stand in the order of the .jsonl file.
     tokens.json              counts, sha256, and for the held-out tokens the span [start, end) of every
     document
+
+and for train_dialogues and validation_dialogues
+
+    NAME.u16                 token ids as above, every conversation followed by one `<|endoftext|>`
+    NAME.u8                  for each token 1 if it is in the turn to be learned, up to its `<|im_end|>`, else 0
+    NAME.starts.u32          index of the first token of each conversation, little-endian uint32
 
 The vocabulary has the layout of Qwen's: byte-level pieces first, then the special tokens, always the same
 ones in the same order, so that a later tokenizer of the same size keeps every special id.
@@ -19,6 +26,7 @@ ones in the same order, so that a later tokenizer of the same size keeps every s
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +48,13 @@ from workbench.training.corpus import Document, read_documents, sha256_of_file, 
 VOCAB_SIZE = 4096
 
 END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
+
+#: Conversations that the vocabulary is trained on besides the corpus: enough for each word of the grammar to become a
+#: piece, few enough not to outweigh the text.
+DIALOGUES_FOR_VOCABULARY = 4_000
+#: Longer conversations are left out: they would not fit into a training row.
+MAX_DIALOGUE_TOKENS = 2_040
 
 # How Qwen3.5's tokenizer cuts text before the pieces are merged: this must be the same pattern, because
 # `transformers` builds the pre-tokenizer of that model type from its own code and not from tokenizer.json.
@@ -208,6 +223,63 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> tuple[n
     return np.concatenate(rows), np.array(ends, dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class DialogueTokens:
+    """Conversations one after the other: `tokens` [N] uint16, `learned` [N] uint8 (1 in the turn to be learned),
+    `starts` [conversations] uint32, `left_out` conversations that were longer than the limit."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    starts: np.ndarray
+    left_out: int
+
+
+def read_rendered(path: Path) -> list[tuple[str, str]]:
+    """(prompt, turn to be learned) of each line that `workbench.training.dialogues` wrote."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror}; write it with `python -m workbench.training.dialogues`"
+        ) from None
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            pairs.append((row["text"][: row["start"]], row["text"][row["start"] :]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} line {number}: expected {{text, start}} as JSON, found {line[:40]!r}") from error
+    return pairs
+
+
+def encode_dialogues(
+    tokenizer: Tokenizer, pairs: list[tuple[str, str]], *, longest: int = MAX_DIALOGUE_TOKENS
+) -> DialogueTokens:
+    """Encode (prompt, turn) pairs, each part by itself: a model meets the prompt's tokens before it writes its own.
+
+    Conversations of more than `longest` tokens are left out and counted.
+    """
+    separator = tokenizer.token_to_id(END_OF_TEXT)
+    rows, learned, starts, total, left_out = [], [], [], 0, 0
+    for first in range(0, len(pairs), 4096):
+        part = pairs[first : first + 4096]
+        prompts, turns = (
+            tokenizer.encode_batch_fast([pair[side] for pair in part], add_special_tokens=False) for side in (0, 1)
+        )
+        for prompt, turn in zip(prompts, turns, strict=True):
+            row = [*prompt.ids, *turn.ids, separator]
+            if len(row) > longest:
+                left_out += 1
+                continue
+            rows.append(np.array(row, dtype=np.uint16))
+            learned.append(np.repeat(np.array([0, 1, 0], dtype=np.uint8), [len(prompt.ids), len(turn.ids), 1]))
+            starts.append(total)
+            total += len(row)
+    if not rows:
+        raise InputError(f"conversations: expected one of at most {longest} tokens, found none")
+    return DialogueTokens(np.concatenate(rows), np.concatenate(learned), np.array(starts, dtype=np.uint32), left_out)
+
+
 def read_tokens(path: Path) -> np.ndarray:
     """The token ids of a `.u16` file, [N] uint16, memory-mapped and read-only."""
     try:
@@ -223,13 +295,15 @@ def tokenize_corpus(
 ) -> dict:
     """Train (or reuse) the tokenizer and write the token files; return the content of `out/tokens.json`."""
     parts = {name: read_documents(corpus / f"{name}.jsonl") for name in ("train", "heldout")}
+    rendered = {name: read_rendered(corpus / f"{name}.jsonl") for name in ("train_dialogues", "validation_dialogues")}
     if reuse:
         tokenizer = read_tokenizer(tokenizer_folder)
     else:
-        characters = sum(len(document.text) for document in parts["train"])
-        _say(f"training a vocabulary of {vocab_size} on {characters:,} characters")
-        tokenizer = train_tokenizer([document.text for document in parts["train"]], vocab_size=vocab_size)
-        write_tokenizer(tokenizer, tokenizer_folder)
+        texts = [document.text for document in parts["train"]]
+        texts += [prompt + turn for prompt, turn in rendered["train_dialogues"][:DIALOGUES_FOR_VOCABULARY]]
+        _say(f"training a vocabulary of {vocab_size} on {sum(map(len, texts)):,} characters")
+        tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
+        write_tokenizer(tokenizer, tokenizer_folder, eos_token=END_OF_TURN)
     out.mkdir(parents=True, exist_ok=True)
     summary: dict = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -254,6 +328,20 @@ def tokenize_corpus(
                 for document, start, end in zip(documents, starts, ends.tolist(), strict=True)
             ]
         _say(f"{path}: {len(tokens):,} tokens of {len(documents)} documents")
+    for name, pairs in rendered.items():
+        encoded = encode_dialogues(tokenizer, pairs)
+        arrays = {"u16": (encoded.tokens, "<u2"), "u8": (encoded.learned, "u1"), "starts.u32": (encoded.starts, "<u4")}
+        for ending, (array, kind) in arrays.items():
+            write_atomic(out / f"{name}.{ending}", array.astype(kind).tobytes())
+        summary["files"][f"{name}.u16"] = {
+            "tokens": len(encoded.tokens), "learned": int(encoded.learned.sum()), "conversations": len(encoded.starts),
+            "left_out": encoded.left_out, "sha256": sha256_of_file(out / f"{name}.u16"),
+            "corpus_sha256": sha256_of_file(corpus / f"{name}.jsonl"),
+        }  # fmt: skip
+        _say(
+            f"{out / name}.u16: {len(encoded.tokens):,} tokens of {len(encoded.starts):,} conversations, "
+            f"{encoded.left_out} longer than {MAX_DIALOGUE_TOKENS} left out"
+        )
     write_atomic(out / "tokens.json", (json.dumps(summary, indent=1) + "\n").encode())
     return summary
 

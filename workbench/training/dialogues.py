@@ -1,0 +1,223 @@
+"""Make the conversations of a miniature: those it is trained on, and the fixed sets it is measured with.
+
+    python -m workbench.training.dialogues --corpus DIR --out DIR [--count 64000] [--template FILE] [--data data]
+
+`--corpus` is the output of `workbench.training.corpus`, whose texts stand between fact and question of the `recall`
+kind. The rules and word lists are those of `workbench.training.grammar`. Each file is written whole or not at all:
+
+    OUT/train_dialogues.jsonl        {"text", "start"}: a rendered conversation and the character at which the turn to
+                                     be learned begins; no combination that is held out
+    OUT/validation_dialogues.jsonl   the same for other draws of held-out combinations, to follow a training run
+    DATA/dialogues.jsonl             200 dialogues of held-out combinations, the first 20 a fair part of them
+    DATA/recall.jsonl                100 dialogues with a fact at least 1,500 tokens before its question
+
+The sets in DATA depend on the grammar, the seed and heldout.jsonl alone, and share no conversation with the
+validation part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from workbench.dialogue import Dialogue, ExpectedAnswer, ExpectedCall
+from workbench.errors import InputError, WorkbenchError
+from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
+from workbench.training.corpus import Document, read_documents, write_atomic
+from workbench.training.grammar import Conversation, sample
+
+SEED = 20261
+END_OF_TURN = "<|im_end|>"
+
+#: Conversations of each kind in a hundred of the training part.
+TRAINING_MIX = {"answer": 24, "call": 24, "result": 13, "follow_up": 13, "refuse": 12, "recall": 14}
+#: Dialogues of each kind in every ten of the fixed set.
+MEASURED_MIX = {"answer": 2, "call": 3, "result": 2, "follow_up": 2, "refuse": 1}
+MEASURED, RECALLED, VALIDATED = 200, 100, 240
+
+#: Characters between fact and question: 1,500 to 2,000 tokens, since a token of these texts is 3 to 3.9 characters.
+MEASURED_FILLER = 5_950
+TRAINING_FILLER = 6_200
+
+
+def as_dialogue(conversation: Conversation, name: str) -> Dialogue:
+    """The conversation without its last turn, and what that turn must be."""
+    if conversation.call is not None:
+        expected: ExpectedCall | ExpectedAnswer = ExpectedCall(*conversation.call)
+    else:
+        expected = ExpectedAnswer(conversation.answer)
+    return Dialogue(
+        name, conversation.kind, conversation.thinking, conversation.tools, conversation.messages, expected
+    )
+
+
+def render(conversation: Conversation, template: str) -> tuple[str, int]:
+    """(text of the whole conversation, character at which the assistant's own part of the last turn begins)."""
+    tools, thinking = list(conversation.tools) or None, conversation.thinking
+    prompt = render_chat(template, conversation.messages, tools=tools, enable_thinking=thinking)
+    last: dict = {"role": "assistant", "content": conversation.answer or ""}
+    if thinking:
+        last["reasoning_content"] = conversation.reasoning
+    if conversation.call is not None:
+        name, arguments = conversation.call
+        last["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    text = render_chat(template, (*conversation.messages, last), tools=tools, add_generation_prompt=False)
+    if not text.startswith(prompt):
+        raise InputError(
+            f"chat template: expected the prompt to be the beginning of the whole conversation, found {text[:60]!r}; "
+            "a turn that the template writes in two ways cannot be learned"
+        )
+    return text.rstrip("\n"), len(prompt)
+
+
+def excerpts(documents: list[Document], random: Random) -> Iterator[str]:
+    """Endless pieces of running text, TRAINING_FILLER characters or more, cut at blanks; documents may be joined."""
+    text = ""
+    while True:
+        while len(text) < 2 * TRAINING_FILLER:
+            text += "\n\n" + random.choice(documents).text
+        start = text.index(" ", random.randrange(TRAINING_FILLER // 2)) + 1
+        yield text[start:]
+        text = text[start + TRAINING_FILLER :]
+
+
+def cut(text: str, characters: int) -> str:
+    """The first `characters` of a text, on to the end of the word."""
+    end = text.find(" ", characters)
+    return text[: end if end >= 0 else len(text)].strip()
+
+
+def shuffled_kinds(mix: dict[str, int], count: int, random: Random) -> Iterator[str]:
+    """`count` kinds in the proportion of `mix`, every round of sum(mix) of them complete and in random order."""
+    while count > 0:
+        kinds = [kind for kind, share in mix.items() for _ in range(share)]
+        random.shuffle(kinds)
+        yield from kinds[:count]
+        count -= len(kinds)
+
+
+def training_conversations(documents: list[Document], count: int, seed: int) -> Iterator[Conversation]:
+    """`count` conversations without a held-out combination; distances of `recall` from none to the longest."""
+    random = Random(f"training {seed}")
+    texts = excerpts(documents, random)
+    for kind in shuffled_kinds(TRAINING_MIX, count, random):
+        filler = ""
+        if kind == "recall":
+            # Half of them short, so that the copy is learned before the distance.
+            longest = TRAINING_FILLER if random.random() < 0.5 else 600
+            filler = cut(next(texts), random.randrange(longest))
+        yield sample(kind, random, held_out=False, filler=filler)
+
+
+def measured_conversations(documents: list[Document], seed: int, purpose: str) -> Iterator[Conversation]:
+    """Endless held-out conversations in the proportion of MEASURED_MIX, in each kind thinking on and off in turn."""
+    random = Random(f"{purpose} {seed}")
+    thinking = dict.fromkeys(MEASURED_MIX, False)
+    for kind in shuffled_kinds(MEASURED_MIX, sys.maxsize, random):
+        thinking[kind] = not thinking[kind]
+        yield sample(kind, random, held_out=True, thinking=thinking[kind])
+
+
+def recall_conversations(documents: list[Document], seed: int, purpose: str) -> Iterator[Conversation]:
+    """Endless held-out recalls over MEASURED_FILLER characters."""
+    random = Random(f"{purpose} recall {seed}")
+    thinking = False
+    for text in excerpts(documents, random):
+        thinking = not thinking
+        yield sample("recall", random, held_out=True, thinking=thinking, filler=cut(text, MEASURED_FILLER))
+
+
+def distinct(conversations: Iterator[Conversation], count: int, seen: set[str]) -> list[Conversation]:
+    """The next `count` whose messages and hand of functions are not in `seen`; adds them to it."""
+    kept: list[Conversation] = []
+    while len(kept) < count:
+        conversation = next(conversations)
+        key = json.dumps([conversation.messages, conversation.tools])
+        if key not in seen:
+            seen.add(key)
+            kept.append(conversation)
+    return kept
+
+
+def fixed_sets(heldout: list[Document], seed: int = SEED) -> dict[str, list[Dialogue]]:
+    """{"dialogues": 200, "recall": 100}: what `data/` holds."""
+    seen: set[str] = set()
+    dialogues = distinct(measured_conversations(heldout, seed, "measured"), MEASURED, seen)
+    recalls = distinct(recall_conversations(heldout, seed, "measured"), RECALLED, seen)
+    return {
+        "dialogues": [as_dialogue(c, f"{c.kind}-{n:03}") for n, c in enumerate(dialogues)],
+        "recall": [as_dialogue(c, f"{c.kind}-{n:03}") for n, c in enumerate(recalls)],
+    }
+
+
+def validation_conversations(heldout: list[Document], seed: int) -> list[Conversation]:
+    """Held-out conversations that are in neither fixed set, one recall after every five others."""
+    fixed = [dialogue for part in fixed_sets(heldout, seed).values() for dialogue in part]
+    seen = {json.dumps([dialogue.messages, dialogue.tools]) for dialogue in fixed}
+    recalls = distinct(recall_conversations(heldout, seed, "validation"), VALIDATED // 6, seen)
+    others = distinct(measured_conversations(heldout, seed, "validation"), VALIDATED - len(recalls), seen)
+    return [c for n, recalled in enumerate(recalls) for c in (*others[5 * n : 5 * n + 5], recalled)]
+
+
+def write_dialogues(corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int) -> None:
+    """Write the four files (see the module)."""
+    heldout = read_documents(corpus / "heldout.jsonl")
+    for name, dialogues in fixed_sets(heldout, seed).items():
+        lines = [json.dumps(dialogue.to_json(), ensure_ascii=False) for dialogue in dialogues]
+        write_atomic(data / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
+        _say(f"{data / f'{name}.jsonl'}: {len(dialogues)} dialogues")
+    try:
+        source = template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{template}: cannot be read: {error.strerror}; --template names a chat template") from None
+    out.mkdir(parents=True, exist_ok=True)
+    parts = {
+        "validation_dialogues": iter(validation_conversations(heldout, seed)),
+        "train_dialogues": training_conversations(read_documents(corpus / "train.jsonl"), count, seed),
+    }
+    for name, conversations in parts.items():
+        lines = []
+        for conversation in conversations:
+            text, start = render(conversation, source)
+            lines.append(json.dumps({"text": text, "start": start}, ensure_ascii=False))
+            if len(lines) % 10_000 == 0:
+                _say(f"{len(lines):,} of {count:,} conversations")
+        write_atomic(out / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
+        _say(f"{out / f'{name}.jsonl'}: {len(lines):,} conversations")
+
+
+def _say(line: str) -> None:
+    print(f"dialogues: {line}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code (0 done, 2 unusable input)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.training.dialogues", description=__doc__.split("\n\n")[0],
+        epilog="example: python -m workbench.training.dialogues --corpus build/corpus/out --out build/corpus/out",
+    )  # fmt: skip
+    parser.add_argument("--corpus", type=Path, required=True, help="directory with train.jsonl and heldout.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the training and validation parts")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="directory of the fixed sets (%(default)s)")
+    parser.add_argument(
+        "--template", type=Path, default=Path("data/miniature") / CHAT_TEMPLATE_FILE, help="chat template (%(default)s)"
+    )
+    parser.add_argument("--count", type=int, default=64_000, help="training conversations (%(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of all draws (%(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        write_dialogues(
+            options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed
+        )
+    except WorkbenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
