@@ -320,7 +320,7 @@ def test_a_run_learns(tmp_path, tokens, capsys):
     first, last = run.curve
     assert last["heldout"] < 0.7 * math.log(97)
     assert last["validation"] < first["validation"]
-    assert run.best == (last["heldout"] + last["validation"], 30)
+    assert run.best == (last["heldout"] + 1.0 - last["validation_exact"], 30)
     assert (last["text_tokens"], last["dialogue_tokens"]) == (30 * 2 * 24, 30 * 24)
     lines = capsys.readouterr().out.splitlines()
     assert "step 15/30" in lines[0] and "tokens/s" in lines[0] and lines[1].endswith("0 s to go")

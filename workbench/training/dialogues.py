@@ -1,6 +1,6 @@
 """Make the conversations of a miniature: those it is trained on, and the fixed sets it is measured with.
 
-    python -m workbench.training.dialogues --corpus DIR --out DIR [--count 64000] [--template FILE] [--data data]
+    python -m workbench.training.dialogues --corpus DIR --out DIR [--count 110000] [--template FILE] [--data data]
 
 `--corpus` is the output of `workbench.training.corpus`, whose texts stand between fact and question of the `recall`
 kind. The rules and word lists are those of `workbench.training.grammar`. Each file is written whole or not at all:
@@ -33,8 +33,9 @@ from workbench.training.grammar import Conversation, sample
 SEED = 20261
 END_OF_TURN = "<|im_end|>"
 
-#: Conversations of each kind in a hundred of the training part.
-TRAINING_MIX = {"answer": 24, "call": 24, "result": 13, "follow_up": 13, "refuse": 12, "recall": 14}
+#: Conversations of each kind in a hundred of the training part. As many that must be refused as calls: with few of them
+#: a model calls what it is asked for without a look at the functions that it has.
+TRAINING_MIX = {"answer": 24, "call": 16, "result": 8, "follow_up": 10, "refuse": 20, "recall": 22}
 #: Dialogues of each kind in every ten of the fixed set.
 MEASURED_MIX = {"answer": 2, "call": 3, "result": 2, "follow_up": 2, "refuse": 1}
 MEASURED, RECALLED, VALIDATED = 200, 100, 240
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--template", type=Path, default=Path("data/miniature") / CHAT_TEMPLATE_FILE, help="chat template (%(default)s)"
     )
-    parser.add_argument("--count", type=int, default=64_000, help="training conversations (%(default)s)")
+    parser.add_argument("--count", type=int, default=110_000, help="training conversations (%(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of all draws (%(default)s)")
     options = parser.parse_args(arguments)
     try:

@@ -478,9 +478,11 @@ def _larger(random: Random) -> Question:
 
 
 def _holder(random: Random) -> Question:
-    people, items = random.sample(NAMES, 3), random.sample(ITEMS, 3)
-    asked = random.randrange(3)
-    told = f"{people[0]} has the {items[0]}, {people[1]} has the {items[1]} and {people[2]} has the {items[2]}."
+    count = random.randint(2, 4)
+    people, items = random.sample(NAMES, count), random.sample(ITEMS, count)
+    asked = random.randrange(count)
+    *others, last = (f"{person} has the {item}" for person, item in zip(people, items, strict=True))
+    told = f"{', '.join(others)} and {last}."
     combination = _key("holder", people[asked], items[asked])
     if random.random() < 0.5:
         reply = f"{people[asked]} has the {items[asked]}."
@@ -502,14 +504,15 @@ def _introduced(random: Random) -> Question:
     return (*messages, _user(question)), f"The user told me {about} before.", reply, _key("introduced", name, city)
 
 
-QUESTIONS = (_capital, _opposite, _following, _larger, _holder, _introduced)
+#: Who has what stands thrice: nothing in it can be known by heart.
+QUESTIONS = (_capital, _opposite, _following, _larger, _holder, _holder, _holder, _introduced)
 
 
 def recall(random: Random, thinking: bool, filler: str) -> Conversation:
-    """One to three facts, `filler`, and the question for one fact; the others share its owner or its item."""
+    """One to four facts, `filler`, and the question for one fact; the others share its owner or its item."""
     owner, item, place = random.choice(NAMES), random.choice(ITEMS), random.choice(PLACES)
     facts = [(item, owner, place)]
-    for _ in range(random.randint(0, 2)):
+    for _ in range(random.randint(0, 3)):
         while True:
             other = random.choice((
                 (random.choice(ITEMS), owner, random.choice(PLACES)),

@@ -50,9 +50,9 @@ VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 
-#: Conversations that the vocabulary is trained on besides the corpus: enough for each word of the grammar to become a
-#: piece, few enough not to outweigh the text.
-DIALOGUES_FOR_VOCABULARY = 4_000
+#: Conversations that the vocabulary is trained on besides the corpus: enough for the frequent words of the grammar to
+#: become pieces, few enough to cost the text less than 1 % more tokens.
+DIALOGUES_FOR_VOCABULARY = 1_000
 #: Longer conversations are left out: they would not fit into a training row.
 MAX_DIALOGUE_TOKENS = 2_040
 
