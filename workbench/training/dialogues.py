@@ -5,8 +5,8 @@
 `--corpus` is the output of `workbench.training.corpus`, whose texts stand between fact and question of the `recall`
 kind. The rules and word lists are those of `workbench.training.grammar`. Each file is written whole or not at all:
 
-    OUT/train_dialogues.jsonl        {"text", "start"}: a rendered conversation and the character at which the turn to
-                                     be learned begins; no combination that is held out
+    OUT/train_dialogues.jsonl        {"text", "learned"}: a rendered conversation and the [start, end) characters of the
+                                     assistant's turns; no combination in it is held out
     OUT/validation_dialogues.jsonl   the same for other draws of held-out combinations, to follow a training run
     DATA/dialogues.jsonl             200 dialogues of held-out combinations, the first 20 a fair part of them
     DATA/recall.jsonl                100 dialogues with a fact at least 1,500 tokens before its question
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,20 +29,28 @@ from workbench.dialogue import Dialogue, ExpectedAnswer, ExpectedCall
 from workbench.errors import InputError, WorkbenchError
 from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
 from workbench.training.corpus import Document, read_documents, write_atomic
-from workbench.training.grammar import Conversation, sample
+from workbench.training.grammar import RULES_WITH_FILLER, Conversation, sample
 
 SEED = 20261
-END_OF_TURN = "<|im_end|>"
 
-#: Conversations of each kind in a hundred of the training part. As many that must be refused as calls: with few of them
-#: a model calls what it is asked for without a look at the functions that it has.
-TRAINING_MIX = {"answer": 24, "call": 16, "result": 8, "follow_up": 10, "refuse": 20, "recall": 22}
+#: Conversations of each kind in a hundred of the training part, for the long run and for the short one that follows it.
+#: As many that must be refused as calls: with few of them a model calls what it is asked for without a look at the
+#: functions that it has.
+TRAINING_MIXES = {
+    "first": {"answer": 20, "call": 14, "result": 7, "follow_up": 9, "refuse": 16, "recall": 16, "drill": 18},
+    "second": {
+        "answer": 12, "call": 12, "result": 4, "follow_up": 6, "refuse": 14, "recall": 8, "drill": 10, "requests": 34
+    },
+    "short": {
+        "answer": 10, "call": 28, "result": 6, "follow_up": 8, "refuse": 28, "recall": 4, "drill": 6, "requests": 10
+    },
+}  # fmt: skip
 #: Dialogues of each kind in every ten of the fixed set.
 MEASURED_MIX = {"answer": 2, "call": 3, "result": 2, "follow_up": 2, "refuse": 1}
 MEASURED, RECALLED, VALIDATED = 200, 100, 240
 
 #: Characters between fact and question: 1,500 to 2,000 tokens, since a token of these texts is 3 to 3.9 characters.
-MEASURED_FILLER = 5_950
+MEASURED_FILLER = 6_000
 TRAINING_FILLER = 6_200
 
 
@@ -56,8 +65,12 @@ def as_dialogue(conversation: Conversation, name: str) -> Dialogue:
     )
 
 
-def render(conversation: Conversation, template: str) -> tuple[str, int]:
-    """(text of the whole conversation, character at which the assistant's own part of the last turn begins)."""
+#: The assistant's turns in a rendered conversation; an empty reasoning is layout, not something to learn.
+ASSISTANT_TURN = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
+
+
+def render(conversation: Conversation, template: str) -> tuple[str, list[tuple[int, int]]]:
+    """(text of the whole conversation, [start, end) characters of the assistant's turns in it)."""
     tools, thinking = list(conversation.tools) or None, conversation.thinking
     prompt = render_chat(template, conversation.messages, tools=tools, enable_thinking=thinking)
     last: dict = {"role": "assistant", "content": conversation.answer or ""}
@@ -72,7 +85,8 @@ def render(conversation: Conversation, template: str) -> tuple[str, int]:
             f"chat template: expected the prompt to be the beginning of the whole conversation, found {text[:60]!r}; "
             "a turn that the template writes in two ways cannot be learned"
         )
-    return text.rstrip("\n"), len(prompt)
+    turns = [match.span(1) for match in ASSISTANT_TURN.finditer(text, 0, len(prompt))]
+    return text.rstrip("\n"), [*turns, (len(prompt), len(text.rstrip("\n")))]
 
 
 def excerpts(documents: list[Document], random: Random) -> Iterator[str]:
@@ -101,15 +115,15 @@ def shuffled_kinds(mix: dict[str, int], count: int, random: Random) -> Iterator[
         count -= len(kinds)
 
 
-def training_conversations(documents: list[Document], count: int, seed: int) -> Iterator[Conversation]:
+def training_conversations(documents: list[Document], count: int, seed: int, mix: str) -> Iterator[Conversation]:
     """`count` conversations without a held-out combination; distances of `recall` from none to the longest."""
     random = Random(f"training {seed}")
     texts = excerpts(documents, random)
-    for kind in shuffled_kinds(TRAINING_MIX, count, random):
+    for kind in shuffled_kinds(TRAINING_MIXES[mix], count, random):
         filler = ""
-        if kind == "recall":
+        if kind in RULES_WITH_FILLER:
             # Half of them short, so that the copy is learned before the distance.
-            longest = TRAINING_FILLER if random.random() < 0.5 else 600
+            longest = TRAINING_FILLER if random.random() < 0.5 and mix != "short" else 600
             filler = cut(next(texts), random.randrange(longest))
         yield sample(kind, random, held_out=False, filler=filler)
 
@@ -164,7 +178,9 @@ def validation_conversations(heldout: list[Document], seed: int) -> list[Convers
     return [c for n, recalled in enumerate(recalls) for c in (*others[5 * n : 5 * n + 5], recalled)]
 
 
-def write_dialogues(corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int) -> None:
+def write_dialogues(
+    corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int, mix: str = "first"
+) -> None:
     """Write the four files (see the module)."""
     heldout = read_documents(corpus / "heldout.jsonl")
     for name, dialogues in fixed_sets(heldout, seed).items():
@@ -178,13 +194,13 @@ def write_dialogues(corpus: Path, out: Path, data: Path, template: Path, *, coun
     out.mkdir(parents=True, exist_ok=True)
     parts = {
         "validation_dialogues": iter(validation_conversations(heldout, seed)),
-        "train_dialogues": training_conversations(read_documents(corpus / "train.jsonl"), count, seed),
+        "train_dialogues": training_conversations(read_documents(corpus / "train.jsonl"), count, seed, mix),
     }
     for name, conversations in parts.items():
         lines = []
         for conversation in conversations:
-            text, start = render(conversation, source)
-            lines.append(json.dumps({"text": text, "start": start}, ensure_ascii=False))
+            text, learned = render(conversation, source)
+            lines.append(json.dumps({"text": text, "learned": learned}, ensure_ascii=False))
             if len(lines) % 10_000 == 0:
                 _say(f"{len(lines):,} of {count:,} conversations")
         write_atomic(out / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
@@ -208,12 +224,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--template", type=Path, default=Path("data/miniature") / CHAT_TEMPLATE_FILE, help="chat template (%(default)s)"
     )
     parser.add_argument("--count", type=int, default=110_000, help="training conversations (%(default)s)")
+    parser.add_argument(
+        "--mix", choices=TRAINING_MIXES, default="first", help="kinds in the training part (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="seed of all draws (%(default)s)")
     options = parser.parse_args(arguments)
     try:
         write_dialogues(
-            options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed
-        )
+            options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed,
+            mix=options.mix,
+        )  # fmt: skip
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

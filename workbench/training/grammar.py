@@ -9,9 +9,15 @@ must do. Kinds:
     follow_up  a second request that changes one argument of the first: the others come from the conversation
     refuse     a request that none of the functions at hand fits
     recall     facts, a long text, and a question for one of the facts
+    drill      many facts and a question for each of several
+    requests   several requests to one hand of functions, some of which fit
 
-Each conversation has a `combination`, the values that meet in it. A tenth of all combinations, chosen by a digest, is
-held out: `sample` gives either only those or none of them, so that what is asked in a test was never trained on.
+The last two are for training alone, where one question in a conversation teaches too slowly to look a fact up, and to
+look whether the function is there.
+
+A `combination` is the values that meet in a request or a fact. A tenth of all combinations, chosen by a digest, is held
+out: `sample` gives conversations that ask for one of those, or conversations in which none of them occurs, so that what
+a test asks was never seen in training.
 """
 
 from __future__ import annotations
@@ -65,9 +71,8 @@ ITEMS = (
     "compass", "hammer", "pillow", "trumpet", "candle", "barrel", "anchor", "ribbon", "bottle",
 )  # fmt: skip
 PLACES = (
-    "in the cellar", "under the stairs", "behind the door", "on the roof", "in the garden", "by the well",
-    "at the harbour", "in the tower", "under the bridge", "beside the stove", "in the stable", "near the chapel",
-    "on the table", "inside the chest", "at the market", "behind the mill",
+    "cellar", "garden", "tower", "stable", "chapel", "kitchen", "attic", "barn", "mill", "forest", "castle", "market",
+    "library", "garage", "harbour", "bakery",
 )  # fmt: skip
 CAPITALS = {
     "Norway": "Oslo", "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Germany": "Berlin",
@@ -102,11 +107,12 @@ class Conversation:
     """One conversation and the turn that ends it.
 
     `messages` lead up to the assistant's last turn, which has either `answer` or `call` = (name, arguments), with
-    `reasoning` before it where `thinking` is on.
+    `reasoning` before it where `thinking` is on. `combination` is what that turn needs, `others` what else occurs.
     """
 
     kind: str
     combination: str
+    others: tuple[str, ...]
     thinking: bool
     tools: tuple[dict, ...]
     messages: tuple[dict, ...]
@@ -360,12 +366,23 @@ def _key(*parts: object) -> str:
     return "|".join(str(part) for part in parts)
 
 
+# The decision stands first in the reasoning, as it does in a reply without: one look for both.
+
+
+def _can_call(function: Function, arguments: dict) -> str:
+    return f"I call {function.name} with {_values(arguments)}."
+
+
+def _cannot(wish: str) -> str:
+    return f"None of my functions can {wish}."
+
+
 def answer(random: Random, thinking: bool) -> Conversation:
-    question, reasoning, reply, combination = random.choice(QUESTIONS)(random)
+    question, reasoning, reply, (combination, *others) = random.choice(QUESTIONS)(random)
     tools = _hand(random, None) if random.random() < 0.3 else ()
     messages = question if isinstance(question, tuple) else (_user(question),)
     reasoning = f"No function is needed. {reasoning}" if tools else reasoning
-    return Conversation("answer", _key("answer", combination), thinking, tools, messages, reasoning, answer=reply)
+    return Conversation("answer", combination, tuple(others), thinking, tools, messages, reasoning, answer=reply)
 
 
 def call(random: Random, thinking: bool) -> Conversation:
@@ -373,9 +390,8 @@ def call(random: Random, thinking: bool) -> Conversation:
     arguments = function.arguments(random)
     messages = (_user(random.choice(function.phrases).format(**arguments)),)
     return Conversation(
-        "call", _key("call", function.name, *arguments.values()), thinking, _hand(random, function), messages,
-        f"The user wants me to {function.wish}. I call {function.name} with {_values(arguments)}.",
-        call=(function.name, arguments),
+        "call", _key("call", function.name, *arguments.values()), (), thinking, _hand(random, function), messages,
+        _can_call(function, arguments), call=(function.name, arguments),
     )  # fmt: skip
 
 
@@ -389,7 +405,7 @@ def result(random: Random, thinking: bool) -> Conversation:
         _returned(returned),
     )
     return Conversation(
-        "result", _key("call", function.name, *arguments.values()), thinking, _hand(random, function), messages,
+        "result", _key("call", function.name, *arguments.values()), (), thinking, _hand(random, function), messages,
         f"{function.name} gave {_values(returned)}. I tell the user.", answer=told,
     )  # fmt: skip
 
@@ -410,7 +426,8 @@ def follow_up(random: Random, thinking: bool) -> Conversation:
         _user(random.choice(function.follow_up[changed]).format(**second)),
     )
     return Conversation(
-        "follow_up", _key("call", function.name, *second.values()), thinking, _hand(random, function), messages,
+        "follow_up", _key("call", function.name, *second.values()), (_key("call", function.name, *first.values()),),
+        thinking, _hand(random, function), messages,
         f"The user wants the same with {changed} {second[changed]}. I call {function.name} with {_values(second)}.",
         call=(function.name, second),
     )  # fmt: skip
@@ -429,14 +446,14 @@ def refuse(random: Random, thinking: bool) -> Conversation:
         tools = _hand(random, None, without=function)
         combination = _key("call", function.name, *arguments.values())
     return Conversation(
-        "refuse", combination, thinking, tools, (_user(request),),
-        f"The user wants me to {wish}. None of my functions does that.",
+        "refuse", combination, (), thinking, tools, (_user(request),),
+        _cannot(wish),
         answer=f"I have no function to {wish}.",
     )  # fmt: skip
 
 
-# What needs no function: each gives question, reasoning, reply and combination.
-Question = tuple[str | tuple[dict, ...], str, str, str]
+# What needs no function: each gives question, reasoning, reply and combinations, the one asked for first.
+Question = tuple[str | tuple[dict, ...], str, str, tuple[str, ...]]
 
 
 def _capital(random: Random) -> Question:
@@ -447,7 +464,7 @@ def _capital(random: Random) -> Question:
     ))  # fmt: skip
     reply = f"The capital of {country} is {CAPITALS[country]}."
     reasoning = f"The user asks for the capital of {country}."
-    return phrase.format(country), reasoning, reply, _key("capital", country, phrase)
+    return phrase.format(country), reasoning, reply, (_key("capital", country, phrase),)
 
 
 def _opposite(random: Random) -> Question:
@@ -456,7 +473,7 @@ def _opposite(random: Random) -> Question:
         "What is the opposite of {}?", "Name the opposite of {}.", "Which word is the opposite of {}?",
     ))  # fmt: skip
     reply = f"The opposite of {word} is {OPPOSITES[word]}."
-    return phrase.format(word), f"The user asks for the opposite of {word}.", reply, _key("opposite", word, phrase)
+    return phrase.format(word), f"The user asks for the opposite of {word}.", reply, (_key("opposite", word, phrase),)
 
 
 def _following(random: Random) -> Question:
@@ -466,7 +483,7 @@ def _following(random: Random) -> Question:
     phrase = random.choice(("Which {} comes {} {}?", "What {} is {} {}?", "Name the {} {} {}."))
     reply = f"{cycle[(place + step) % len(cycle)]} is the {thing} {word} {cycle[place]}."
     question = phrase.format(thing, word, cycle[place])
-    return question, f"The user asks for the {thing} {word} {cycle[place]}.", reply, _key("following", question)
+    return question, f"The user asks for the {thing} {word} {cycle[place]}.", reply, (_key("following", question),)
 
 
 def _larger(random: Random) -> Question:
@@ -474,21 +491,17 @@ def _larger(random: Random) -> Question:
     word, chosen = random.choice((("larger", max(one, two)), ("smaller", min(one, two))))
     phrase = random.choice(("Which number is {}, {} or {}?", "Which is {}, {} or {}?"))
     reasoning = f"The user wants the {word} one of {one} and {two}."
-    return phrase.format(word, one, two), reasoning, f"{chosen} is {word}.", _key("larger", word, one, two)
+    return phrase.format(word, one, two), reasoning, f"{chosen} is {word}.", (_key("larger", word, one, two),)
 
 
 def _holder(random: Random) -> Question:
-    count = random.randint(2, 4)
-    people, items = random.sample(NAMES, count), random.sample(ITEMS, count)
-    asked = random.randrange(count)
-    *others, last = (f"{person} has the {item}" for person, item in zip(people, items, strict=True))
-    told = f"{', '.join(others)} and {last}."
-    combination = _key("holder", people[asked], items[asked])
-    if random.random() < 0.5:
-        reply = f"{people[asked]} has the {items[asked]}."
-        return f"{told} Who has the {items[asked]}?", f"The user asks who has the {items[asked]}.", reply, combination
-    reply = f"{people[asked]} has the {items[asked]}."
-    return f"{told} What does {people[asked]} have?", f"The user asks what {people[asked]} has.", reply, combination
+    facts = _possessions(random, random.randint(2, 4))
+    asked = random.choice(facts)
+    *first, last = (f"{person} has the {item}" for person, item in facts)
+    told = f"{', '.join(first)} and {last}."
+    question, reasoning, reply = _asked_possession(*asked)
+    keys = tuple(_key("holder", *fact) for fact in (asked, *(fact for fact in facts if fact is not asked)))
+    return f"{told} {question}", reasoning, reply, keys
 
 
 def _introduced(random: Random) -> Question:
@@ -501,40 +514,112 @@ def _introduced(random: Random) -> Question:
         question, reply, about = "What is my name?", f"Your name is {name}.", "the name"
     else:
         question, reply, about = "Where do I live?", f"You live in {city}.", "the city"
-    return (*messages, _user(question)), f"The user told me {about} before.", reply, _key("introduced", name, city)
+    return (*messages, _user(question)), f"The user told me {about} before.", reply, (_key("introduced", name, city),)
 
 
-#: Who has what stands thrice: nothing in it can be known by heart.
-QUESTIONS = (_capital, _opposite, _following, _larger, _holder, _holder, _holder, _introduced)
+#: Who has what stands twice: nothing in it can be known by heart.
+QUESTIONS = (_capital, _opposite, _following, _larger, _holder, _holder, _introduced)
+
+
+# Facts: who has what, and where whose thing is. No person, thing or place is in two of them.
+
+
+def _possessions(random: Random, count: int) -> list[tuple[str, str]]:
+    return list(zip(random.sample(NAMES, count), random.sample(ITEMS, count), strict=True))
+
+
+def _asked_possession(person: str, item: str) -> tuple[str, str, str]:
+    question, reply = f"What does {person} have?", f"{person} has the {item}."
+    return question, f"The user asks what {person} has.", reply
+
+
+def _places(random: Random, count: int) -> list[tuple[str, str, str]]:
+    return list(zip(*(random.sample(words, count) for words in (ITEMS, NAMES, PLACES)), strict=True))
+
+
+def _told_place(item: str, owner: str, place: str) -> str:
+    return f"The {item} of {owner} is in the {place}."
+
+
+def _asked_place(random: Random, item: str, owner: str, place: str) -> tuple[str, str, str]:
+    question = random.choice((f"Where is the {item} of {owner}?", f"Tell me where the {item} of {owner} is."))
+    return question, f"The user told me where the {item} of {owner} is.", _told_place(item, owner, place)
+
+
+def _opening(random: Random) -> str:
+    return random.choice(("Remember this.", "Keep this in mind.", "Note this."))
 
 
 def recall(random: Random, thinking: bool, filler: str) -> Conversation:
-    """One to four facts, `filler`, and the question for one fact; the others share its owner or its item."""
-    owner, item, place = random.choice(NAMES), random.choice(ITEMS), random.choice(PLACES)
-    facts = [(item, owner, place)]
-    for _ in range(random.randint(0, 3)):
-        while True:
-            other = random.choice((
-                (random.choice(ITEMS), owner, random.choice(PLACES)),
-                (item, random.choice(NAMES), random.choice(PLACES)),
-                (random.choice(ITEMS), random.choice(NAMES), random.choice(PLACES)),
-            ))  # fmt: skip
-            if all(other[:2] != known[:2] and other[2] != known[2] for known in facts):
-                break
-        facts.append(other)
-    random.shuffle(facts)
-    told = " ".join(f"The {i} of {o} is {p}." for i, o, p in facts)
-    opening = random.choice(("Remember this.", "Keep this in mind.", "Note this."))
-    asked = random.choice((f"Where is the {item} of {owner}?", f"Tell me where the {item} of {owner} is."))
+    """One to four facts, `filler`, and the question for one of the facts."""
+    facts = _places(random, random.randint(1, 4))
+    asked = random.choice(facts)
+    told = " ".join(_told_place(*fact) for fact in facts)
+    question, reasoning, reply = _asked_place(random, *asked)
     between = f"\n\n{filler}\n\n" if filler else " "
+    others = tuple(_key("recall", *fact) for fact in facts if fact is not asked)
+    messages = (_user(f"{_opening(random)} {told}{between}{question}"),)
     return Conversation(
-        "recall", _key("recall", owner, item, place), thinking, (), (_user(f"{opening} {told}{between}{asked}"),),
-        f"The user told me that the {item} of {owner} is {place}.", answer=f"The {item} of {owner} is {place}.",
+        "recall", _key("recall", *asked), others, thinking, (), messages, reasoning, answer=reply
     )  # fmt: skip
 
 
-RULES = {"answer": answer, "call": call, "result": result, "follow_up": follow_up, "refuse": refuse}
-KINDS = (*RULES, "recall")
+def drill(random: Random, thinking: bool, filler: str) -> Conversation:
+    """Four to ten facts of both sorts, `filler`, and three to eight questions, each answered before the next."""
+    places, possessions = _places(random, random.randint(2, 6)), _possessions(random, random.randint(2, 4))
+    told = [_told_place(*fact) for fact in places] + [f"{person} has the {item}." for person, item in possessions]
+    turns = [(_key("recall", *fact), *_asked_place(random, *fact)) for fact in places]
+    turns += [(_key("holder", *fact), *_asked_possession(*fact)) for fact in possessions]
+    random.shuffle(told)
+    random.shuffle(turns)
+    between = f"\n\n{filler}\n\n" if filler else " "
+    before = f"{_opening(random)} {' '.join(told)}{between}"
+    messages: list[dict] = []
+    asked = turns[: random.randint(3, min(8, len(turns)))]
+    for _, question, _, reply in asked:
+        messages += [_user(before + question), {"role": "assistant", "content": reply}]
+        before = ""
+    key, _, reasoning, reply = asked[-1]
+    others = tuple(other for other, *_ in turns if other != key)
+    return Conversation("drill", key, others, thinking, (), tuple(messages[:-1]), reasoning, answer=reply)
+
+
+def requests(random: Random, thinking: bool) -> Conversation:
+    """Three to six requests, half of them for functions that are at hand: those are called, the others refused."""
+    functions = list(FUNCTIONS)
+    random.shuffle(functions)
+    held = random.randint(1, 4)
+    at_hand, absent = functions[:held], functions[held:]
+    messages: list[dict] = []
+    keys: list[str] = []
+    last = random.randint(3, 6) - 1
+    for number in range(last + 1):
+        function = random.choice(random.choice((at_hand, absent)))
+        arguments = function.arguments(random)
+        keys.append(_key("call", function.name, *arguments.values()))
+        messages.append(_user(random.choice(function.phrases).format(**arguments)))
+        if number == last:
+            break
+        if function in at_hand:
+            returned, told = function.returns(random, arguments)
+            messages += [_called(function.name, arguments), _returned(returned)]
+            messages.append({"role": "assistant", "content": told})
+        else:
+            messages.append({"role": "assistant", "content": f"I have no function to {function.wish}."})
+    tools = tuple(held_function.schema() for held_function in at_hand)
+    fits = function in at_hand
+    reasoning = _can_call(function, arguments) if fits else _cannot(function.wish)
+    return Conversation(
+        "requests", keys[-1], tuple(keys[:-1]), thinking, tools, tuple(messages), reasoning,
+        answer=None if fits else f"I have no function to {function.wish}.",
+        call=(function.name, arguments) if fits else None,
+    )  # fmt: skip
+
+
+RULES = {
+    "answer": answer, "call": call, "result": result, "follow_up": follow_up, "refuse": refuse, "requests": requests
+}  # fmt: skip
+RULES_WITH_FILLER = {"recall": recall, "drill": drill}
 
 
 def is_held_out(combination: str) -> bool:
@@ -546,9 +631,17 @@ def is_held_out(combination: str) -> bool:
 def sample(
     kind: str, random: Random, *, held_out: bool, thinking: bool | None = None, filler: str = ""
 ) -> Conversation:
-    """A conversation of one kind whose combination is held out, or is not. `filler` is for `recall` alone."""
+    """A conversation of one kind that asks for a held-out combination, or one in which none occurs.
+
+    `filler` is the text between facts and question of `recall` and `drill`.
+    """
     while True:
         thinks = random.random() < 0.5 if thinking is None else thinking
-        drawn = recall(random, thinks, filler) if kind == "recall" else RULES[kind](random, thinks)
-        if is_held_out(drawn.combination) == held_out:
+        if kind in RULES_WITH_FILLER:
+            drawn = RULES_WITH_FILLER[kind](random, thinks, filler)
+        else:
+            drawn = RULES[kind](random, thinks)
+        if held_out and is_held_out(drawn.combination):
+            return drawn
+        if not held_out and not any(map(is_held_out, (drawn.combination, *drawn.others))):
             return drawn

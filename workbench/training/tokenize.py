@@ -16,7 +16,7 @@ as `tokenizer.json` and `tokenizer_config.json`; with `--reuse` the one that sta
 and for train_dialogues and validation_dialogues
 
     NAME.u16                 token ids as above, every conversation followed by one `<|endoftext|>`
-    NAME.u8                  for each token 1 if it is in the turn to be learned, up to its `<|im_end|>`, else 0
+    NAME.u8                  for each token 1 if it is in a turn of the assistant, up to its `<|im_end|>`, else 0
     NAME.starts.u32          index of the first token of each conversation, little-endian uint32
 
 The vocabulary has the layout of Qwen's: byte-level pieces first, then the special tokens, always the same
@@ -24,6 +24,7 @@ ones in the same order, so that a later tokenizer of the same size keeps every s
 """
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -50,9 +51,9 @@ VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 
-#: Conversations that the vocabulary is trained on besides the corpus: enough for the frequent words of the grammar to
-#: become pieces, few enough to cost the text less than 1 % more tokens.
-DIALOGUES_FOR_VOCABULARY = 1_000
+#: Conversations that the vocabulary is trained on besides the corpus: enough for the words of the grammar to become
+#: pieces, few enough to cost the text no more than about 1 % more tokens.
+DIALOGUES_FOR_VOCABULARY = 4_000
 #: Longer conversations are left out: they would not fit into a training row.
 MAX_DIALOGUE_TOKENS = 2_040
 
@@ -225,7 +226,7 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> tuple[n
 
 @dataclass(frozen=True, slots=True)
 class DialogueTokens:
-    """Conversations one after the other: `tokens` [N] uint16, `learned` [N] uint8 (1 in the turn to be learned),
+    """Conversations one after the other: `tokens` [N] uint16, `learned` [N] uint8 (1 in the assistant's turns),
     `starts` [conversations] uint32, `left_out` conversations that were longer than the limit."""
 
     tokens: np.ndarray
@@ -234,47 +235,51 @@ class DialogueTokens:
     left_out: int
 
 
-def read_rendered(path: Path) -> list[tuple[str, str]]:
-    """(prompt, turn to be learned) of each line that `workbench.training.dialogues` wrote."""
+def read_rendered(path: Path) -> list[list[str]]:
+    """The parts of each conversation that `workbench.training.dialogues` wrote: context and turn to learn in turn."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}; write it with `python -m workbench.training.dialogues`"
         ) from None
-    pairs = []
+    conversations = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            pairs.append((row["text"][: row["start"]], row["text"][row["start"] :]))
+            bounds = [0, *(position for span in row["learned"] for position in span)]
+            if bounds != sorted(bounds) or bounds[-1] != len(row["text"]):
+                raise ValueError("spans")
+            conversations.append([row["text"][start:end] for start, end in itertools.pairwise(bounds)])
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} line {number}: expected {{text, start}} as JSON, found {line[:40]!r}") from error
-    return pairs
+            raise InputError(
+                f"{path} line {number}: expected {{text, learned: rising spans up to its end}}, found {line[:40]!r}"
+            ) from error
+    return conversations
 
 
 def encode_dialogues(
-    tokenizer: Tokenizer, pairs: list[tuple[str, str]], *, longest: int = MAX_DIALOGUE_TOKENS
+    tokenizer: Tokenizer, conversations: list[list[str]], *, longest: int = MAX_DIALOGUE_TOKENS
 ) -> DialogueTokens:
-    """Encode (prompt, turn) pairs, each part by itself: a model meets the prompt's tokens before it writes its own.
+    """Encode conversations, each part by itself: a model meets the tokens of a prompt before it writes its own.
 
     Conversations of more than `longest` tokens are left out and counted.
     """
     separator = tokenizer.token_to_id(END_OF_TEXT)
     rows, learned, starts, total, left_out = [], [], [], 0, 0
-    for first in range(0, len(pairs), 4096):
-        part = pairs[first : first + 4096]
-        prompts, turns = (
-            tokenizer.encode_batch_fast([pair[side] for pair in part], add_special_tokens=False) for side in (0, 1)
-        )
-        for prompt, turn in zip(prompts, turns, strict=True):
-            row = [*prompt.ids, *turn.ids, separator]
-            if len(row) > longest:
+    for first in range(0, len(conversations), 4096):
+        batch = conversations[first : first + 4096]
+        encoded = iter(tokenizer.encode_batch_fast([p for parts in batch for p in parts], add_special_tokens=False))
+        for parts in batch:
+            ids = [next(encoded).ids for _ in parts] + [[separator]]
+            lengths = [len(part) for part in ids]
+            if sum(lengths) > longest:
                 left_out += 1
                 continue
-            rows.append(np.array(row, dtype=np.uint16))
-            learned.append(np.repeat(np.array([0, 1, 0], dtype=np.uint8), [len(prompt.ids), len(turn.ids), 1]))
+            rows.append(np.array([token for part in ids for token in part], dtype=np.uint16))
+            learned.append(np.repeat(np.arange(len(ids), dtype=np.uint8) % 2, lengths))
             starts.append(total)
-            total += len(row)
+            total += len(rows[-1])
     if not rows:
         raise InputError(f"conversations: expected one of at most {longest} tokens, found none")
     return DialogueTokens(np.concatenate(rows), np.concatenate(learned), np.array(starts, dtype=np.uint32), left_out)
@@ -300,7 +305,7 @@ def tokenize_corpus(
         tokenizer = read_tokenizer(tokenizer_folder)
     else:
         texts = [document.text for document in parts["train"]]
-        texts += [prompt + turn for prompt, turn in rendered["train_dialogues"][:DIALOGUES_FOR_VOCABULARY]]
+        texts += ["".join(parts) for parts in rendered["train_dialogues"][:DIALOGUES_FOR_VOCABULARY]]
         _say(f"training a vocabulary of {vocab_size} on {sum(map(len, texts)):,} characters")
         tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
         write_tokenizer(tokenizer, tokenizer_folder, eos_token=END_OF_TURN)
@@ -328,8 +333,8 @@ def tokenize_corpus(
                 for document, start, end in zip(documents, starts, ends.tolist(), strict=True)
             ]
         _say(f"{path}: {len(tokens):,} tokens of {len(documents)} documents")
-    for name, pairs in rendered.items():
-        encoded = encode_dialogues(tokenizer, pairs)
+    for name, conversations in rendered.items():
+        encoded = encode_dialogues(tokenizer, conversations)
         arrays = {"u16": (encoded.tokens, "<u2"), "u8": (encoded.learned, "u1"), "starts.u32": (encoded.starts, "<u4")}
         for ending, (array, kind) in arrays.items():
             write_atomic(out / f"{name}.{ending}", array.astype(kind).tobytes())

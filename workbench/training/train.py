@@ -20,10 +20,10 @@ A step reads `batch` rows of length + 2 tokens: `dialogue_rows` of them begin wh
 random windows of text. Loss: cross-entropy of the next token, the mean over text rows + dialogue_weight * the weighted
 mean over dialogue rows (tokens to learn weigh 1, all others context_weight), + mtp_weight * the same of the token after
 next + router_aux_loss_coef * load balance, E sum_e f_e P_e with f_e the share of token-expert pairs times A and P_e the
-mean probability, pooled over all sparse layers (A when balanced). AdamW, linear warm-up, cosine to final_rate of it, gradients
-clipped to norm 1. The draws of data depend on the seed and the step alone, so a resumed run sees what an uninterrupted
-one would have. The best weights have the lowest sum of held-out loss and share of validation dialogues that are not
-exact: one percent of perplexity weighs as much as one dialogue in a hundred.
+mean probability, pooled over all sparse layers (A when balanced). AdamW, linear warm-up, cosine to final_rate times the
+peak, gradients clipped to norm 1. The draws of data depend on seed and step alone, so a resumed run sees what an
+uninterrupted one would have. The best weights have the lowest sum of held-out loss and share of validation dialogues
+that are not exact: one percent of perplexity weighs as much as one dialogue in a hundred.
 
 On a CUDA device a whole step is one CUDA graph: a model this small otherwise waits for its kernels to be launched.
 `--eager` runs the same step kernel by kernel, as a CPU always does.
@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 from workbench import __version__
 from workbench.analysis.language import unigram_perplexity
-from workbench.checkpoint import write_checkpoint
+from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.config import ModelConfig
 from workbench.errors import InputError, WorkbenchError
 from workbench.kernels import Kernels
@@ -425,11 +425,12 @@ class Run:
     """A training run and its files; `train` goes from the step reached to the last.
 
     `eager` runs each step kernel by kernel; otherwise a CUDA device gets one graph per step (a CPU has none).
+    `start_from` is a checkpoint directory whose weights stand in the place of random ones.
     """
 
     def __init__(
         self, tokens: Path, out: Path, settings: Settings, device: str, config: ModelConfig = MINIATURE, *,
-        eager: bool = False,
+        eager: bool = False, start_from: Path | None = None,
     ):  # fmt: skip
         train, heldout = tokens / "train.u16", tokens / "heldout.u16"
         self.train_tokens = require_text(read_array(train, "<u2"), settings.length, train)
@@ -445,10 +446,16 @@ class Run:
         self.out, self.settings, self.config, self.device = out, settings, config, torch.device(device)
         self.eager = eager or self.device.type != "cuda"
         out.mkdir(parents=True, exist_ok=True)
-        # Every expert over every token: fixed shapes and no host sync, which is what a small model on a GPU needs.
-        self.model = CausalLM(config, Kernels("experts=torch_dense")).init_weights(settings.seed, "realistic")
-        self.model.to(self.device)
         on_cuda = self.device.type == "cuda"
+        # Every expert over every token: fixed shapes, no host sync, which is what a small model on a GPU needs. A CPU
+        # has neither launches nor syncs to save, and computes the chosen experts alone.
+        self.model = CausalLM(config, Kernels("experts=torch_dense" if on_cuda else None))
+        self.started_from: dict[str, object] | None = None
+        if start_from is None:
+            self.model.init_weights(settings.seed, "realistic")
+        else:
+            self.started_from = self._start_from(start_from)
+        self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, settings.weight_decay), betas=(0.9, 0.95), fused=on_cuda, capturable=on_cuda,
             # A tensor on the device, so that a graph reads the rate of each step instead of the one at its capture.
@@ -461,6 +468,15 @@ class Run:
         self.curve: list[dict[str, float]] = []
         self._captured: CapturedStep | None = None
         self._last_report = (0, 0.0)  # step, seconds
+
+    def _start_from(self, folder: Path) -> dict[str, object]:
+        """Take the weights of a checkpoint; returns what its training.json says, or where it lies."""
+        checkpoint = read_checkpoint(folder, dtype=torch.float32)
+        if checkpoint.config != self.config:
+            raise InputError(f"{folder}: expected the configuration of this run, found another; leave out --start-from")
+        self.model.load_state_dict(checkpoint.tensors, strict=True)
+        figures = folder / "training.json"
+        return json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {"checkpoint": str(folder)}
 
     def save(self) -> None:
         tensors = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
@@ -643,6 +659,7 @@ class Run:
         unigram = unigram_perplexity(self.train_tokens, self.heldout_tokens, vocab_size=self.config.vocab_size)
         figures = {
             "command": command,
+            **({} if self.started_from is None else {"started_from": self.started_from}),
             "settings": dataclasses.asdict(self.settings),
             "step": self.best[1],
             "seconds": round(self.seconds, 1),
@@ -673,6 +690,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=Path, required=True, help="directory with the token files")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run; made when missing")
     parser.add_argument("--tokenizer", type=Path, help=f"directory of {', '.join(TOKENIZER_FILES)}")
+    parser.add_argument("--start-from", type=Path, help="checkpoint directory to take the first weights from")
     parser.add_argument("--eager", action="store_true", help="no CUDA graph: run each step kernel by kernel")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in --out")
@@ -688,7 +706,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
         extra_files = None if arguments.tokenizer is None else read_tokenizer_files(arguments.tokenizer)
-        run = Run(arguments.tokens, arguments.out, settings, arguments.device, eager=arguments.eager)
+        run = Run(
+            arguments.tokens, arguments.out, settings, arguments.device,
+            eager=arguments.eager, start_from=arguments.start_from,
+        )  # fmt: skip
         if run.eager and not arguments.eager:
             print(f"device {run.device}: no CUDA graph there, each step runs op by op", flush=True)
         if arguments.resume:
