@@ -27,6 +27,11 @@ CHAT = (
 )
 
 
+def write_conversations(folder: Path, name: str, conversations: list[tuple[str, str]]) -> None:
+    rows = [{"text": a + b, "learned": [[len(a), len(a) + len(b)]]} for a, b in conversations]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def small_texts(count: int = 60) -> list[str]:
     draw = random.Random(5)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 7))) for _ in range(300)]
@@ -88,6 +93,9 @@ def test_command_line_writes_token_files_that_decode_to_the_corpus(tmp_path, cap
     for name, texts in parts.items():
         documents = [Document("s", f"{name} {i}", text) for i, text in enumerate(texts)]
         (tmp_path / f"{name}.jsonl").write_bytes(corpus.to_jsonl(documents))
+    conversations = [("<|im_start|>user\nIs it 7?<|im_end|>\n", "Yes.<|im_end|>"), ("a " * 3000, "long<|im_end|>")]
+    write_conversations(tmp_path, "train_dialogues", conversations)
+    write_conversations(tmp_path, "validation_dialogues", conversations[:1])
     out, folder = tmp_path / "out", tmp_path / "tokenizer"
     arguments = [
         "--corpus",
@@ -109,6 +117,15 @@ def test_command_line_writes_token_files_that_decode_to_the_corpus(tmp_path, cap
         recorded = summary["files"][f"{name}.u16"]
         assert recorded["tokens"] == len(tokens) and recorded["documents"] == len(texts)
         assert recorded["sha256"] == hashlib.sha256((out / f"{name}.u16").read_bytes()).hexdigest()
+    for name in ("train_dialogues", "validation_dialogues"):  # the long one is left out
+        tokens, learned = tk.read_tokens(out / f"{name}.u16"), np.fromfile(out / f"{name}.u8", np.uint8)
+        whole = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        assert whole == "".join((*conversations[0], tk.END_OF_TEXT))
+        assert tokenizer.decode(tokens[learned == 1].tolist(), skip_special_tokens=False) == conversations[0][1]
+        assert np.fromfile(out / f"{name}.starts.u32", "<u4").tolist() == [0]
+        recorded = summary["files"][f"{name}.u16"]
+        assert (recorded["conversations"], recorded["learned"]) == (1, int(learned.sum()))
+    assert summary["files"]["train_dialogues.u16"]["left_out"] == 1
     span = summary["heldout_spans"][3]
     held = tk.read_tokens(out / "heldout.u16")[span["start"] : span["end"] - 1]
     assert tokenizer.decode(held.tolist()) == parts["heldout"][3]
@@ -130,12 +147,40 @@ def test_command_line_writes_token_files_that_decode_to_the_corpus(tmp_path, cap
 def test_unusable_tokenizer_file_is_one_line(tmp_path, capsys, content, reason):
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_bytes(corpus.to_jsonl([Document("s", "t", "x")]))
+        write_conversations(tmp_path, f"{name}_dialogues".replace("heldout", "validation"), [("a", "b")])
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     folder = str(tmp_path)
     assert tk.main(["--corpus", folder, "--out", folder, "--tokenizer", folder, "--reuse"]) == 2
     error = capsys.readouterr().err.strip()
     assert reason in error and "tokenizer.json" in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{", "[1]", '{"text": "abc"}', '{"text": "abc", "learned": [[1, 2]]}',
+        '{"text": "abc", "learned": [[2, 1], [1, 3]]}',
+    ],
+)
+def test_a_conversation_that_is_none_names_file_and_line(tmp_path, line):
+    (tmp_path / "c.jsonl").write_text('{"text": "abc", "learned": [[1, 3]]}\n' + line + "\n")
+    with pytest.raises(InputError, match=r"c\.jsonl line 2: expected \{text, learned"):
+        tk.read_rendered(tmp_path / "c.jsonl")
+    with pytest.raises(InputError, match=r"absent\.jsonl: cannot be read: .*workbench\.training\.dialogues"):
+        tk.read_rendered(tmp_path / "absent.jsonl")
+
+
+def test_every_turn_of_the_assistant_is_learned(small_tokenizer):
+    parts = ["ab cd", "<|im_end|>", " ef", "gh<|im_end|>"]
+    encoded = tk.encode_dialogues(small_tokenizer, [parts, ["x", "<|im_end|>"]])
+    whole = small_tokenizer.decode(encoded.tokens.tolist(), skip_special_tokens=False)
+    assert whole == "".join(parts) + tk.END_OF_TEXT + "x<|im_end|>" + tk.END_OF_TEXT
+    learned = small_tokenizer.decode(encoded.tokens[encoded.learned == 1].tolist(), skip_special_tokens=False)
+    assert learned == "<|im_end|>gh<|im_end|><|im_end|>"
+    assert encoded.starts.tolist() == [0, len(encoded.tokens) - 3] and encoded.left_out == 0
+    with pytest.raises(InputError, match="at most 2 tokens, found none"):
+        tk.encode_dialogues(small_tokenizer, [parts], longest=2)
 
 
 def test_token_file_that_is_absent_is_an_input_error(tmp_path):

@@ -54,15 +54,17 @@ MEASURED_FILLER = 6_000
 TRAINING_FILLER = 6_200
 
 
+def expected_reply(conversation: Conversation) -> ExpectedCall | ExpectedAnswer:
+    """What the last turn must be."""
+    if conversation.call is not None:
+        return ExpectedCall(*conversation.call)
+    return ExpectedAnswer(conversation.answer)
+
+
 def as_dialogue(conversation: Conversation, name: str) -> Dialogue:
     """The conversation without its last turn, and what that turn must be."""
-    if conversation.call is not None:
-        expected: ExpectedCall | ExpectedAnswer = ExpectedCall(*conversation.call)
-    else:
-        expected = ExpectedAnswer(conversation.answer)
-    return Dialogue(
-        name, conversation.kind, conversation.thinking, conversation.tools, conversation.messages, expected
-    )
+    c = conversation
+    return Dialogue(name, c.kind, c.thinking, c.tools, c.messages, expected_reply(c))
 
 
 #: The assistant's turns in a rendered conversation; an empty reasoning is layout, not something to learn.
