@@ -435,6 +435,60 @@ def test_generate_ends_where_it_is_told_to(run, checkpoint, tmp_path):
     assert code == 2 and "--stop 'no such token': expected the text of one token, found that of" in err
 
 
+@pytest.fixture(scope="module")
+def chat_checkpoint(checkpoint, tmp_path_factory) -> Path:
+    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("chat") / "checkpoint")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools | length if tools else 0 }}{{ 'off' if enable_thinking is false else 'on' }}"
+        "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("command", ["generate", "trace"])
+def test_a_conversation_is_a_prompt(run, chat_checkpoint, tmp_path, command):
+    """A message, a list of them, and a dialogue with its own tools and thinking; options go before the dialogue's."""
+    encode = Tokenizer.from_directory(chat_checkpoint).encode
+    messages = [{"role": "user", "content": "Who?"}, {"role": "user", "content": "I"}]
+    tool = {"type": "function", "function": {"name": "f"}}
+    tools = (tool, tool | {"function": {"name": "g"}})
+    dialogue = Dialogue("d", "answer", False, tools, tuple(messages), ExpectedAnswer("x"))
+    files = {"m": messages, "d": dialogue.to_json(), "t": [tool]}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    cases = {
+        ("--chat", "Who?"): "0on[user Who?]",
+        ("--chat", "Who?", "--tools", tmp_path / "t", "--thinking", "off"): "1off[user Who?]",
+        ("--messages", tmp_path / "m"): "0on[user Who?][user I]",
+        ("--messages", tmp_path / "d"): "2off[user Who?][user I]",
+        ("--messages", tmp_path / "d", "--thinking", "on", "--tools", tmp_path / "t"): "1on[user Who?][user I]",
+    }
+    for options, prompt in cases.items():
+        extra = ["--max-new-tokens", 1, "--json"] if command == "generate" else ["--json", "-"]
+        code, out, err = run(command, chat_checkpoint, *options, *extra)
+        found = json.loads(out)
+        assert code == 0, err
+        assert found["prompt_tokens" if command == "generate" else "tokens"] == len(encode(prompt)), prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--thinking", "off"], "--thinking: expected with --chat or --messages, found neither"),
+        (["--ids", "1", "--tools", "x"], "--tools: expected with --chat or --messages, found neither"),
+        (["--chat", " "], "--chat: expected some text, found none"),
+        (["--messages", "absent.json"], "absent.json: cannot be read"),
+        (["--messages", "README.md"], "README.md: expected JSON, found"),
+        (["--messages", "data/miniature/config.json"], "config.json: not a list of messages, and as a dialogue: fields: expected"),
+        (["--chat", "x", "--tools", "data/miniature/config.json"], "--tools: expected a JSON list of objects"),
+    ],
+)  # fmt: skip
+def test_an_unusable_conversation_is_one_line(run, chat_checkpoint, monkeypatch, options, message):
+    monkeypatch.chdir(ROOT)
+    code, out, err = run("generate", chat_checkpoint, *options)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
 def test_narrowing_that_loses_weights_is_told(run, checkpoint, tmp_path):
     stored = read_checkpoint(checkpoint)
     tensors = dict(stored.tensors)

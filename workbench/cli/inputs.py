@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workbench.dialogue import Dialogue
 from workbench.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.model import CausalLM
+    from workbench.tokenizer import Tokenizer
 
 
 def read_prompt(path: Path) -> str:
@@ -44,15 +47,54 @@ def parse_ids(text: str) -> list[int]:
 
 def prompt_ids(options: argparse.Namespace) -> list[int]:
     """The token ids of whichever prompt option was given."""
+    is_chat = options.chat is not None or options.messages is not None
+    for name in ("tools", "thinking"):
+        if getattr(options, name) is not None and not is_chat:
+            raise InputError(f"--{name}: expected with --chat or --messages, found neither; a plain prompt has none")
     if options.ids is not None:
         return parse_ids(options.ids)
     from workbench.tokenizer import Tokenizer
 
-    text = options.prompt if options.prompt is not None else read_prompt(options.prompt_file)
-    ids = Tokenizer.from_directory(folder_of(options.checkpoint)).encode(text)
+    tokenizer = Tokenizer.from_directory(folder_of(options.checkpoint))
+    if is_chat:
+        text = chat_prompt(options, tokenizer)
+    else:
+        text = options.prompt if options.prompt is not None else read_prompt(options.prompt_file)
+    ids = tokenizer.encode(text)
     if not ids:
         raise InputError("--prompt: expected some text, found none")
     return ids
+
+
+def chat_prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
+    """The conversation of --chat or --messages in the form of the checkpoint's chat template."""
+    tools, thinking = None, None if options.thinking is None else options.thinking == "on"
+    if options.chat is not None:
+        if not options.chat.strip():
+            raise InputError("--chat: expected some text, found none")
+        messages: object = [{"role": "user", "content": options.chat}]
+    else:
+        messages = _read_json(options.messages)
+        if isinstance(messages, dict):  # a dialogue of the fixed sets
+            try:
+                dialogue = Dialogue.from_json(messages)
+            except InputError as error:
+                raise InputError(f"{options.messages}: not a list of messages, and as a dialogue: {error}") from None
+            messages, tools = list(dialogue.messages), list(dialogue.tools) or None
+            thinking = dialogue.thinking if thinking is None else thinking
+    if options.tools is not None:
+        tools = _read_json(options.tools)
+    for name, value in (("messages", messages), ("tools", tools)):
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+            raise InputError(f"--{name}: expected a JSON list of objects, found {str(value)[:60]!r}")
+    return tokenizer.apply_chat_template(messages, tools=tools, enable_thinking=thinking)
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(read_prompt(path))
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found: {error}") from None
 
 
 def load_model(options: argparse.Namespace) -> CausalLM:

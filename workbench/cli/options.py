@@ -69,8 +69,18 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
 def prompt_options() -> argparse.ArgumentParser:
     """Exactly one source of a prompt."""
     shared = argparse.ArgumentParser(add_help=False)
-    group = shared.add_argument_group("prompt").add_mutually_exclusive_group(required=True)
+    prompt = shared.add_argument_group("prompt")
+    group = prompt.add_mutually_exclusive_group(required=True)
     group.add_argument("--prompt", metavar="TEXT")
     group.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 text")
     group.add_argument("--ids", metavar="1,2,3", help="token ids; needs no tokenizer")
+    group.add_argument("--chat", metavar="TEXT", help="a user's message, put into the checkpoint's chat template")
+    group.add_argument(
+        "--messages", metavar="FILE", type=Path, help="a conversation: JSON list of messages, or one dialogue of "
+        "dialogues.jsonl with its tools",
+    )  # fmt: skip
+    prompt.add_argument("--tools", metavar="FILE", type=Path, help="JSON list of function schemas for the conversation")
+    prompt.add_argument(
+        "--thinking", choices=("on", "off"), help="of the conversation; default: as the template or the dialogue says"
+    )
     return shared
