@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.checkpoint import write_checkpoint
 from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
@@ -218,12 +219,13 @@ def test_every_parameter_gets_a_gradient_and_one_group():
     assert not any(name.endswith(("A_log", "dt_bias", "norm.weight", "conv1d.weight")) for name in decaying)
 
 
-def test_learning_rate_rises_then_falls_to_a_tenth():
-    settings = Settings(steps=1000, warmup=100, learning_rate=1.0)
+@pytest.mark.parametrize("final_rate", [0.1, 0.01, 0.0])
+def test_learning_rate_rises_then_falls_to_its_final_share(final_rate):
+    settings = Settings(steps=1000, warmup=100, learning_rate=1.0, final_rate=final_rate)
     rates = [learning_rate(step, settings) for step in range(1000)]
     assert rates[0] == 0.01 and rates[99] == 1.0 and max(rates) == 1.0
     assert all(a >= b for a, b in itertools.pairwise(rates[99:]))
-    assert rates[-1] == pytest.approx(0.1, abs=1e-4)
+    assert rates[-1] == pytest.approx(final_rate, abs=1e-4)
 
 
 def test_draws_depend_on_seed_and_step_alone(tmp_path):
@@ -388,6 +390,30 @@ def small_windows(name: str):
 
     measure = getattr(workbench.quality, name)
     return lambda model, tokens, **options: measure(model, tokens, **{"length": 24, **options})
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path, tokens):
+    first = run_in(tmp_path, tokens, "first")
+    first.train(evaluate_every=4)
+    with torch.no_grad():
+        for parameter in first.model.parameters():
+            parameter.copy_(parameter.bfloat16())  # what the checkpoint keeps
+    folder = tmp_path / "start"
+    tensors = {name: p.detach() for name, p in first.model.named_parameters()}
+    write_checkpoint(folder, small_config(), tensors, dtype=torch.bfloat16)
+    settings = dataclasses.replace(SETTINGS, learning_rate=1e-3)
+    run = Run(tokens, tmp_path / "second", settings, "cpu", small_config(), start_from=folder)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, tensors[name]), name
+    assert run.started_from == {"checkpoint": str(folder)}
+    (folder / "training.json").write_text(json.dumps({"step": 4}))
+    run = Run(tokens, tmp_path / "second", settings, "cpu", small_config(), start_from=folder)
+    run.train(evaluate_every=4)
+    again = run_in(tmp_path, tokens, "second", settings)
+    again.resume()
+    assert again.started_from == run.started_from == {"step": 4}
+    with pytest.raises(InputError, match="expected the configuration of this run, found another"):
+        Run(tokens, tmp_path / "third", settings, "cpu", start_from=folder)
 
 
 def test_missing_token_files_are_one_line_and_exit_code_2(tmp_path, capsys):

@@ -472,7 +472,7 @@ class Run:
     def _start_from(self, folder: Path) -> dict[str, object]:
         """Take the weights of a checkpoint; returns what its training.json says, or where it lies."""
         checkpoint = read_checkpoint(folder, dtype=torch.float32)
-        if checkpoint.config != self.config:
+        if dataclasses.replace(checkpoint.config, dtype=self.config.dtype) != self.config:
             raise InputError(f"{folder}: expected the configuration of this run, found another; leave out --start-from")
         self.model.load_state_dict(checkpoint.tensors, strict=True)
         figures = folder / "training.json"
@@ -489,7 +489,7 @@ class Run:
         os.replace(temporary, self.out / "state.safetensors")
         state = {
             "settings": dataclasses.asdict(self.settings), "step": self.step, "seconds": self.seconds,
-            "best": self.best, "curve": self.curve,
+            "best": self.best, "curve": self.curve, "started_from": self.started_from,
         }  # fmt: skip
         write_atomic(self.out / "state.json", json.dumps(state).encode())
         self._write_curve()
@@ -507,7 +507,7 @@ class Run:
         self._captured = None  # a graph would go on with the optimizer's tensors of before
         tensors = load_file(self.out / "state.safetensors", device=str(self.device))
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
-        self.best = tuple(state["best"])
+        self.best, self.started_from = tuple(state["best"]), state["started_from"]
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[f"weights.{name}"])
