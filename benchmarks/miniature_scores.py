@@ -2,10 +2,10 @@
 
     python benchmarks/miniature_scores.py [--subset 200]
 
-Dialogue, recall, perplexity and draft acceptance (`quality.scores`) of the intact model; with the mixer of each linear
-layer zeroed; with NaN replaced under the factored form; and with the cumulative log decay clamped to +-12. The gate: an
-intervention that changes nothing changes no bit of the logits. A case that is done is kept in OUT until all are, so
-that the same command goes on after an interruption. Writes benchmarks/results/miniature_scores.cpu.json.
+Dialogue, recall, perplexity and draft acceptance, and the time that each took: of the intact model; with the mixer of
+each linear layer zeroed; with NaN replaced under the factored form; and with the cumulative log decay clamped to +-12.
+The gate: an intervention that changes nothing changes no bit of the logits. A case that is done is kept in OUT until
+all are, so that the same command goes on after an interruption. Writes benchmarks/results/miniature_scores.cpu.json.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import workbench
 from workbench import bench, quality
 from workbench.analysis.runs import using_policy
 from workbench.config import ModelConfig
+from workbench.dialogue import Dialogue, fixed_dialogues, fixed_recalls
 from workbench.errors import WorkbenchError
 from workbench.kernels.agreement import logit_difference
 from workbench.model import CausalLM
@@ -62,16 +63,34 @@ def say(line: str) -> None:
 
 def measure(model: CausalLM, tokenizer: Tokenizer, case: Case, subset: int, data: Path) -> list[dict]:
     """The rows of one case, as fields of `bench.Row`."""
+    tokens = quality.heldout_tokens(tokenizer, windows=20 if subset == 20 else None, data=data)
+    dialogues = fixed_dialogues(subset, data)
+    recalls = fixed_recalls(20 if subset == 20 else 100, data)
+
+    def replies(of: list[Dialogue]) -> quality.DialogueScore:
+        return quality.dialogue_score(model, tokenizer, of, progress=lambda line: say(f"  {line}"))
+
+    scores = {
+        "dialogue": lambda: replies(dialogues),
+        "recall": lambda: replies(recalls),
+        "perplexity": lambda: quality.perplexity(model, tokens, tokenizer=tokenizer),
+        "drafts": lambda: quality.draft_acceptance(model, tokens),
+    }
+    found, seconds = {}, {}
     with using_policy(model, case.policy), intervene(model, case.changes) as done:
-        found = quality.scores(model, tokenizer, subset, data=data, progress=lambda line: say(f"  {line}"))
+        for name, score in scores.items():
+            started = time.monotonic()
+            found[name] = score()
+            seconds[name] = time.monotonic() - started
+    dialogue, recall, perplexity, drafts = found.values()
     figures = [
-        ("dialogues right", "share", found.dialogue.share, found.dialogue.asked),
-        ("recall right", "share", found.recall.share, found.recall.asked),
-        ("perplexity", "1", found.perplexity.perplexity, found.perplexity.predicted),
-        ("negative log-likelihood", "nats per byte", found.perplexity.nats_per_byte, found.perplexity.predicted),
+        ("dialogues right", "share", dialogue.share, dialogue.asked),
+        ("recall right", "share", recall.share, recall.asked),
+        ("perplexity", "1", perplexity.perplexity, perplexity.predicted),
+        ("negative log-likelihood", "nats per byte", perplexity.nats_per_byte, perplexity.predicted),
+        ("drafts accepted", "share", drafts.rate, drafts.proposed),
+        *((f"time of {name}", "s", value, 1) for name, value in seconds.items()),
     ]
-    if found.drafts is not None:
-        figures.append(("drafts accepted", "share", found.drafts.rate, found.drafts.proposed))
     attested = [f"policy={case.policy}", *str(done).splitlines()]
     return [
         dataclasses.asdict(bench.Row(what, case.name, unit, value, 0.0, count, attested=attested))

@@ -25,16 +25,19 @@ def script(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """Replaces the scores by the perplexity of a few held-out tokens; the policies under which it was asked."""
+    """Figures of few held-out tokens, and no dialogue is held; the policies under which dialogues were asked."""
     seen: list[str] = []
 
-    def scores(model, tokenizer, subset, *, data, progress):
-        tokens = quality.heldout_tokens(tokenizer, windows=1, length=256, data=data)
-        right = DialogueScore.of([Outcome("a", "answer", False, "", True, None)])
+    def right(model, tokenizer, dialogues, **options):
         seen.append(model.kernels.policy.exponent)
-        return quality.Scores(right, right, quality.perplexity(model, tokens, length=256, tokenizer=tokenizer), None)
+        return DialogueScore.of([Outcome("a", "answer", False, "", True, None)])
 
-    monkeypatch.setattr(quality, "scores", scores)
+    few, drafts = quality.heldout_tokens, quality.draft_acceptance
+    perplexity = quality.perplexity
+    monkeypatch.setattr(quality, "heldout_tokens", lambda *args, **o: few(*args, **{**o, "windows": 1, "length": 256}))
+    monkeypatch.setattr(quality, "perplexity", lambda *args, **options: perplexity(*args, **options, length=256))
+    monkeypatch.setattr(quality, "draft_acceptance", lambda *args: drafts(*args, length=256))
+    monkeypatch.setattr(quality, "dialogue_score", right)
     return seen
 
 
@@ -43,11 +46,12 @@ def test_every_destruction_shows_in_the_perplexity_and_says_what_it_touched(scri
     assert [path.name for path in tmp_path.iterdir()] == ["miniature_scores.cpu.json"]
     result = bench.read_result(tmp_path / "miniature_scores.cpu.json")
     assert list(dict.fromkeys(row["backend"] for row in result["rows"])) == CASES
-    assert asked == ["difference_then_mask"] * 7 + ["factored", "difference_then_mask"]
+    assert asked[::2] == asked[1::2] == ["difference_then_mask"] * 7 + ["factored", "difference_then_mask"]
     found = {row["backend"]: row for row in result["rows"] if row["case"] == "perplexity"}
     intact = found.pop("intact")["median"]
     assert all(row["median"] > intact for row in found.values())
-    assert found["clamp_cumsum"]["attested"][1].startswith("layers.*.gdn.cumsum: reached 6 of 6 tap points, changed 6")
+    attested = found["clamp_cumsum"]["attested"][1]
+    assert attested.startswith("layers.*.gdn.cumsum: reached 6 of 6 tap points") and "changed 0 of" not in attested
     assert result["correctness"]["value"] == 0.0
 
 
@@ -62,10 +66,10 @@ def test_an_interrupted_run_goes_on_where_it_was(script, asked, tmp_path, monkey
     monkeypatch.setattr(script, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         script.main(["--out", str(tmp_path)])
-    assert len(asked) == 3
+    assert len(asked) == 2 * 3
     assert script.main(["--out", str(tmp_path)]) == 0
-    assert len(asked) == 9 and "going on after 3 cases" in capsys.readouterr().err
-    assert len(json.loads((tmp_path / "miniature_scores.cpu.json").read_text())["rows"]) == 9 * 4
+    assert len(asked) == 2 * 9 and "going on after 3 cases" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "miniature_scores.cpu.json").read_text())["rows"]) == 9 * 9
 
 
 def test_what_another_checkpoint_left_is_not_taken(script, asked, tmp_path, capsys):
@@ -73,4 +77,4 @@ def test_what_another_checkpoint_left_is_not_taken(script, asked, tmp_path, caps
         json.dumps({"measured": {"checkpoint": "another"}, "done": {"intact": []}})
     )
     assert script.main(["--out", str(tmp_path)]) == 0
-    assert len(asked) == 9 and "starting anew" in capsys.readouterr().err
+    assert len(asked) == 2 * 9 and "starting anew" in capsys.readouterr().err
