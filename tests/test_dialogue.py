@@ -126,6 +126,29 @@ def test_json_constants_that_python_alone_knows_are_no_numbers():
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("hours", "[" * 5000, "expected array"),
+        ("days", "1" * 6000, "expected integer"),
+        ("limit", "1e400", "expected number"),
+        ("options", '{"wind": 1, "wind": 2}', "expected object"),
+        ("options", '{"wind": NaN}', "expected object"),
+        *(("city", f"Ulm {mark} Bonn", mark) for mark in ("<tool_call>", "<function=f>", "<parameter=days>")),
+        *(("city", f"Ulm {mark} Bonn", mark) for mark in ("</tool_call>", "</function>")),
+    ],
+)
+def test_a_value_that_readers_would_take_in_several_ways_is_a_problem(key, value, problem):
+    reply = parse_reply(call_text((key, value)), TOOLS, thinking=False)
+    assert problem.rstrip(">").split("=")[0] in reply.problem and reply.calls[0].arguments == {key: value}
+
+
+def test_tools_that_are_no_schemas_are_refused_when_a_reply_is_read():
+    for tool in ({}, {"type": "function", "function": {"name": "f", "parameters": None}}):
+        with pytest.raises(InputError, match=r"tools\[1\].*: expected a"):
+            parse_reply(RIGHT, (WEATHER, tool), thinking=False)
+
+
+@pytest.mark.parametrize(
     ("expected", "found", "same"),
     [(1, 1.0, True), (1, True, False), (0, False, False), ([1], [1, 1], False), ([True], [1], False), (None, 0, False)],
 )
@@ -195,7 +218,14 @@ def changed(path: str, value) -> dict:
         (changed("tools.0.type", "tool"), "tools[0]: expected a function schema"),
         (changed("tools.0.function.parameters.properties", []), "expected a JSON schema of an object"),
         (changed("tools.0.function.parameters.properties.city.type", "str"), "parameters.city: expected a schema"),
+        *((changed("tools.0.function.name", name), "name: expected text without") for name in ("", "a>b", "a\nb", " ")),
+        (changed("tools.0.function.parameters.properties.a>b", {}), "parameters: expected names, each text without"),
+        (
+            changed("tools.0.function.parameters.properties.city", {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+            "parameters.city: expected a schema with a JSON type",
+        ),
         (changed("messages", []), "messages: expected at least one"),
+        (changed("messages.0.tool_calls", None), "messages[0].tool_calls: expected a list, found 'None'"),
         (changed("messages.0.role", "human"), "messages[0]: expected a message with a role"),
         (changed("messages.0.role", "assistant"), "expected a user's or a tool's message as the last"),
         (changed("messages.0.content", 1), "messages[0].content: expected a string"),
@@ -205,6 +235,12 @@ def changed(path: str, value) -> dict:
         (changed("expected", {"answer": "a "}), "expected.answer: expected text without white space"),
         (changed("expected.call", {"name": "f"}), "expected: expected"),
         (changed("expected.call.name", "f"), "expected.call.name: expected one of the tools ['get_weather']"),
+        (changed("expected.call.arguments", {"town": "Ulm"}), "arguments: expected values that a reply can give"),
+        (changed("expected.call.arguments", {"days": "3"}), "a reply is read as {'days': 3}"),
+        (changed("expected.call.arguments", {"days": 3.5}), "parameter days: expected integer"),
+        (changed("expected.call.arguments", {"city": "a</parameter>"}), "expected parameters only"),
+        (changed("expected.call.arguments", {"city": "a<function=b>"}), "expected a value without marks of a call"),
+        (changed("expected", {"answer": "Write <tool_call>."}), "expected.answer: expected text without marks"),
     ],
 )
 def test_a_line_of_another_form_is_refused_by_file_line_and_field(tmp_path, row, expected):
@@ -219,6 +255,10 @@ def test_a_line_of_another_form_is_refused_by_file_line_and_field(tmp_path, row,
     ("content", "expected"),
     [
         (b"{", "line 1: expected JSON, found at column 2"),
+        (b"[" * 100_000, "line 1: expected JSON that can be read, found: maximum recursion depth"),
+        (b'{"id": ' + b"1" * 6000 + b"}", "line 1: expected JSON that can be read, found: Exceeds the limit"),
+        (b'{"id": NaN}', "line 1: expected JSON that can be read, found: NaN is no JSON"),
+        (b'{"id": 1, "id": 2}', "line 1: expected JSON that can be read, found: one key twice"),
         (b"\xff", "expected UTF-8 text"),
         (json.dumps(ROW).encode() + b"\n" + json.dumps(ROW).encode(), "line 2: id: expected each once"),
     ],

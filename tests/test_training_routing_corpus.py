@@ -15,7 +15,8 @@ DATA = Path(__file__).parent.parent / "data"
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ m.tool_calls or '' }}\n{% endfor %}"
 
 
-ALARM = {"type": "function", "function": {"name": "set_alarm", "description": "", "parameters": {"type": "object"}}}
+TIME = {"type": "object", "properties": {"time": {"type": "string"}}}
+ALARM = {"type": "function", "function": {"name": "set_alarm", "description": "", "parameters": TIME}}
 
 
 def dialogue(name: str, size: int, call: ExpectedCall | None = None) -> Dialogue:

@@ -22,15 +22,16 @@ the token that ends it, in the text form of Qwen3.5 and Qwen3-Coder:
     </tool_call>                            a call, as content
 
 White space around reasoning and content is layout. A value is text that the tool's schema gives a type: strings as they
-stand, all others as JSON. Reading is strict: what a tolerant parser would complete or drop is wrong here. vLLM's
-`qwen3_coder`, for one, takes a call without its last mark and drops text after a call; well-formed replies it reads
-alike.
+stand, all others as JSON. Reading is strict: what a tolerant parser would complete or drop is wrong here, and so is a
+value that holds a mark of a call, which has no one reading. vLLM's `qwen3_coder`, for one, takes a call without its
+last mark and drops text after a call; well-formed replies it reads alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,9 +101,12 @@ class Dialogue:
         _expect(last in ("user", "tool"), "messages", "a user's or a tool's message as the last", last)
         if isinstance(self.expected, ExpectedCall):
             _expect(self.expected.name in names, "expected.call.name", f"one of the tools {names}", self.expected.name)
+            fault = _unanswerable(self.expected, self.tools)
+            _expect(fault is None, "expected.call.arguments", "values that a reply can give", fault)
         else:
             text = self.expected.text
             _expect(text and text == text.strip(), "expected.answer", "text without white space around it", text)
+            _expect(not _marks(text), "expected.answer", "text without marks of a call", text)
 
     def to_json(self) -> dict[str, Any]:
         """The object of one line."""
@@ -239,12 +243,14 @@ def read_dialogues(path: str | Path) -> list[Dialogue]:
         if not line:
             continue
         try:
-            dialogue = Dialogue.from_json(json.loads(line))
+            dialogue = Dialogue.from_json(_strict_json(line))
             _expect(dialogue.id not in found, "id", "each once", dialogue.id)
         except json.JSONDecodeError as error:
             raise InputError(
                 f"{path} line {number}: expected JSON, found at column {error.colno}: {error.msg}"
             ) from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise InputError(f"{path} line {number}: expected JSON that can be read, found: {error}") from None
         except InputError as error:
             raise InputError(f"{path} line {number}: {error}") from None
         found[dialogue.id] = dialogue
@@ -252,22 +258,26 @@ def read_dialogues(path: str | Path) -> list[Dialogue]:
 
 
 def parse_reply(text: str, tools: Sequence[Mapping[str, Any]], *, thinking: bool) -> Reply:
-    """What a model wrote after the opening of its turn, without the token that ends the turn."""
+    """What a model wrote after the opening of its turn, without the token that ends the turn.
+
+    Raises InputError for one of `tools` that is no function schema.
+    """
     reasoning, body = None, text
     if thinking:
         reasoning, end, body = text.partition(_END_OF_REASONING)
         reasoning = reasoning.strip()
         if not end:
             return Reply(reasoning, "", (), f"reasoning: expected {_END_OF_REASONING} after it, found none")
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    for number, tool in enumerate(tools):
+        _check_tool(f"tools[{number}]", tool)
+    schemas = _schemas(tools)
     calls, problems = [], []
     for match in _CALL.finditer(body):
         arguments, problem = _arguments(match[2], match[1], schemas)
         calls.append(Call(match[1], arguments))
         problems += [problem] if problem else []
     content = _CALL.sub("", body).strip()
-    broken = [mark for mark in _CALL_MARKS if mark in content]
-    if broken:
+    if broken := _marks(content):
         problems.append(f"call: expected a complete one, found {broken[0]} outside")
     return Reply(reasoning, content, tuple(calls), problems[0] if problems else None)
 
@@ -287,6 +297,22 @@ def is_right(reply: Reply, expected: ExpectedCall | ExpectedAnswer) -> bool:
     return call.name == expected.name and _same_json(call.arguments, expected.arguments)
 
 
+def _schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+
+
+def _unanswerable(expected: ExpectedCall, tools: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why no reply can have these arguments; None where the one that says them is read as right."""
+    values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in expected.arguments.items()}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    found, problem = _arguments(body, expected.name, _schemas(tools))
+    return problem or (None if _same_json(found, expected.arguments) else f"a reply is read as {found}")
+
+
+def _marks(text: str) -> list[str]:
+    return [mark for mark in _CALL_MARKS if mark in text]
+
+
 def _arguments(body: str, name: str, schemas: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """(arguments of a call's body, the first problem or None)."""
     if name not in schemas:
@@ -299,6 +325,9 @@ def _arguments(body: str, name: str, schemas: Mapping[str, Any]) -> tuple[dict[s
         where = f"call of {name}: parameter {key}"
         if key in arguments:
             problem = problem or f"{where}: expected once, found twice"
+        elif inside := _marks(value):
+            problem = problem or f"{where}: expected a value without marks of a call, found {inside[0]} in it"
+            arguments[key] = value
         elif key not in properties:
             problem = problem or f"{where}: expected one of {sorted(properties)}"
             arguments[key] = value
@@ -327,8 +356,8 @@ def _typed(value: str, kinds: str | list[str]) -> tuple[Any, str | None]:
     others = [kind for kind in kinds if kind != "string"]
     if others:
         try:
-            parsed = json.loads(value, parse_constant=_refuse_constant)
-        except ValueError:
+            parsed = _strict_json(value)
+        except (ValueError, RecursionError):
             parsed = _NOTHING
         if any(_IS_TYPE[kind](parsed) for kind in others):
             return parsed, None
@@ -340,8 +369,32 @@ def _typed(value: str, kinds: str | list[str]) -> tuple[Any, str | None]:
 _NOTHING = object()
 
 
+def _strict_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, or RecursionError for one that is nested too deeply.
+
+    Python's own reader takes NaN and Infinity, makes an infinity of 1e400 and keeps the last of two equal keys.
+    """
+    return json.loads(
+        text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object_without_duplicates
+    )
+
+
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")  # Python's reader takes NaN and Infinity
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is past the range of a number")
+    return value
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one key twice among {[key for key, _ in pairs]}")
+    return found
 
 
 def _same_json(a: Any, b: Any) -> bool:
@@ -355,7 +408,7 @@ def _same_json(a: Any, b: Any) -> bool:
 
 
 def _fixed(name: str, n: int, sizes: tuple[int, ...], data: str | Path | None) -> list[Dialogue]:
-    if n not in sizes:
+    if type(n) is not int or n not in sizes:
         raise InputError(f"{name}: expected one of the fixed subsets of {' or '.join(map(str, sizes))}, found {n}")
     path = (DATA if data is None else Path(data)) / name
     found = read_dialogues(path)
@@ -369,17 +422,30 @@ def _expect(condition: object, where: str, expected: object, found: object) -> N
         raise InputError(f"{where}: expected {expected}, found {str(found)[:80]!r}")
 
 
+_NAME = "text without line breaks, > and white space around it"
+_OTHER_TYPES = frozenset(("anyOf", "oneOf", "allOf", "not", "$ref", "enum", "const"))
+
+
+def _is_name(name: str) -> bool:
+    """Whether a call can hold it."""
+    return re.fullmatch(r"[^>\n\r]+", name) is not None and name == name.strip()
+
+
 def _check_tool(where: str, tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     _expect(is_named, where, 'a function schema {"type": "function", "function": {"name", ...}}', tool)
+    _expect(_is_name(function["name"]), f"{where}.function.name", _NAME, function["name"])
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
     _expect(isinstance(properties, dict), f"{where}.function.parameters", "a JSON schema of an object", parameters)
     for name, schema in properties.items():
+        _expect(_is_name(name), f"{where}.function.parameters", f"names, each {_NAME}", name)
         kinds = schema.get("type", "string") if isinstance(schema, dict) else None
         kinds = [kinds] if isinstance(kinds, str) else kinds
+        # Without a type a value is text; a schema that gives the type in another way would be read wrongly.
         is_known = isinstance(kinds, list) and kinds and all(kind in ("string", *_IS_TYPE) for kind in kinds)
+        is_known = is_known and ("type" in schema or not _OTHER_TYPES & set(schema))
         _expect(is_known, f"{where}.function.parameters.{name}", "a schema with a JSON type", schema)
 
 
@@ -387,7 +453,9 @@ def _check_message(where: str, message: Any) -> None:
     role = message.get("role") if isinstance(message, dict) else None
     _expect(role in ROLES, where, f"a message with a role of {', '.join(ROLES)}", message)
     _expect(isinstance(message.get("content", ""), str), f"{where}.content", "a string", message.get("content"))
-    for call in message.get("tool_calls", ()):
+    calls = message.get("tool_calls", [])
+    _expect(isinstance(calls, list), f"{where}.tool_calls", "a list", calls)
+    for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         is_call = isinstance(function, dict) and isinstance(function.get("name"), str)
         is_call = is_call and isinstance(function.get("arguments"), dict)
