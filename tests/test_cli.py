@@ -83,7 +83,7 @@ def test_every_command_explains_itself_with_an_example_that_parses(run, command)
     [
         ([], "the following arguments are required: COMMAND"),
         (["trace"], "required: CHECKPOINT"),
-        (["trace", "x"], "one of the arguments --prompt --prompt-file --ids is required"),
+        (["trace", "x"], "one of the arguments --prompt --prompt-file --ids --chat --messages is required"),
         (["trace", "x", "--prompt", "a", "--ids", "1"], "not allowed with"),
         (["generate", "x", "--prompt", "a", "--seed", "one"], "invalid int value: 'one'"),
         (["unknown"], "invalid choice: 'unknown'"),
@@ -158,8 +158,10 @@ BAD_INPUTS = [
     (["score", "{none}", "--minimum", "dialogue=95"], "expected a share from 0 to 1, found '95'"),
     (["score", "{none}", "--minimum", "dialogue=nan"], "expected a share from 0 to 1, found 'nan'"),
     (["score", "{none}", "--only", "drafts", "--model", "m"], "--model: expected only with --url"),
-    (["score", "--url", "127.0.0.1:9"], "url: expected http://host:port, found '127.0.0.1:9'"),
+    (["score", "--url", "127.0.0.1:9"], "url: expected http://host:port, without /v1, found '127.0.0.1:9'"),
     (["score", "--url", "http://127.0.0.1:9", "--dtype", "float16"], "--dtype: expected only with a checkpoint"),
+    (["score", "--url", "http://127.0.0.1:9", "--device", "cuda"], "--device: expected only with a checkpoint"),
+    (["score", "--url", "http://[::1"], "url: expected http://host:port, without /v1, found 'http://[::1'"),
     (["score", "--url", "http://127.0.0.1:9", "--only", "drafts"], "--only drafts: expected one of dialogue, recall"),
     (["report", "--card", "bi-v100"], "--card bi-v100: cards come in a later version"),
     (["report", "--notebook", "99"], "--notebook 99: no such notebook"),
@@ -479,14 +481,48 @@ def test_a_conversation_is_a_prompt(run, chat_checkpoint, tmp_path, command):
         (["--chat", " "], "--chat: expected some text, found none"),
         (["--messages", "absent.json"], "absent.json: cannot be read"),
         (["--messages", "README.md"], "README.md: expected JSON, found"),
+        (["--messages", "data/dialogues.jsonl"], "Extra data: line 2 column 1"),
+        (["--messages", "data/dialogues.jsonl"], "; give one line of a file that has a value on each"),
         (["--messages", "data/miniature/config.json"], "config.json: not a list of messages, and as a dialogue: "),
-        (["--chat", "x", "--tools", "data/miniature/config.json"], "--tools: expected a JSON list of objects"),
+        (["--chat", "x", "--tools", "data/miniature/config.json"], "config.json: expected a JSON list of objects"),
     ],
 )  # fmt: skip
 def test_an_unusable_conversation_is_one_line(run, chat_checkpoint, monkeypatch, options, message):
     monkeypatch.chdir(ROOT)
     code, out, err = run("generate", chat_checkpoint, *options)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("--messages", "null", "expected a JSON list of objects, at least one, found 'None'"),
+        ("--messages", "[]", "expected a JSON list of objects, at least one, found '[]'"),
+        ("--messages", "5", "expected a JSON list of objects, at least one, found '5'"),
+        ("--messages", '["Hello"]', "expected a JSON list of objects, at least one"),
+        ("--messages", "[" * 100_000, "expected JSON, found: maximum recursion depth"),
+        ("--messages", "[" + "1" * 6000 + "]", "expected JSON, found: Exceeds the limit"),
+        ("--messages", json.dumps([HELLO])[:-4], "expected JSON, found: Unterminated string"),
+        ("--messages", '[{"content": "Hello"}]', 'messages[0]: expected an object with a "role"'),
+        ("--messages", json.dumps([HELLO | {"content": "\ud800"}]), "expected Unicode text, found a lone surrogate"),
+        ("--tools", "null", "expected a JSON list of objects, found 'None'"),
+        ("--tools", '{"type": "function"}', "expected a JSON list of objects, found"),
+        ("--tools", '[{"name": "f"}]', '[0]: expected {"type": "function", "function": {"name", ...}}, found'),
+        ("--tools", '[{"function": {"name": 5}}]', "[0]: expected"),
+        ("--tools", "[" * 100_000, "expected JSON, found: maximum recursion depth"),
+    ],
+)
+def test_a_file_that_is_no_conversation_and_no_tools_is_one_line(
+    run, chat_checkpoint, tmp_path, option, content, message
+):
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    code, out, err = run("generate", chat_checkpoint, *(["--chat", "x"] if option == "--tools" else []), option, file)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert "file.json" in err or "surrogate" in err
 
 
 def test_narrowing_that_loses_weights_is_told(run, checkpoint, tmp_path):

@@ -63,6 +63,10 @@ def test_a_request_carries_the_dialogue_as_the_api_has_it():
         (completion(calls=[("set_timer", '{"minutes": ')]), "expected arguments as a JSON object"),
         (completion(calls=[("set_timer", "[5]")]), "expected arguments as a JSON object"),
         (completion(calls=[("set_timer", '{"minutes": 5}')], reason="length"), "expected an end, found none in 192"),
+        (completion(calls=[("set_timer", "[" * 100_000)]), "expected arguments as a JSON object"),
+        (completion(calls=[("set_timer", '{"minutes": ' + "5" * 6000 + "}")]), "expected arguments as a JSON object"),
+        (RIGHT | {"choices": [RIGHT["choices"][0] | {"finish_reason": "abort"}]}, "finish_reason: expected stop or"),
+        (RIGHT | {"choices": [RIGHT["choices"][0] | {"finish_reason": None}]}, "finish_reason: expected stop or"),
         (completion("Done."), None),
         (completion(), None),
     ],
@@ -108,6 +112,7 @@ def test_replies_keep_the_order_of_the_dialogues_and_requests_run_at_once():
         ((503, b""), "HTTP 503 Service Unavailable: no reason given"),
         (b"<html>", "expected a JSON object, found other text"),
         (b"\xff\xfe", "expected a JSON object, found other text"),
+        (b"[" * 100_000, "expected a JSON object, found other text"),
         (b"[1]", "expected a JSON object, found '[1]'"),
         ({"choices": []}, "dialogue again: expected a chat completion with choices"),
         ({"choices": [{"message": "Hi", "finish_reason": "stop"}]}, "dialogue again: expected a chat completion"),
@@ -146,7 +151,13 @@ def test_several_models_need_a_name():
         assert requests[0][1]["model"] == "b"
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "file:///etc/passwd", "http://", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000", "file:///etc/passwd", "http://", "", "http://:8000", "http://[::1", "http://host:port",
+        "http://host:99999", "http://host:8000/v1", "http://host:8000/v1/",
+    ],
+)  # fmt: skip
 def test_only_http_addresses_are_taken(url):
     with pytest.raises(InputError, match="url: expected http://host:port"):
         ChatServer(url)

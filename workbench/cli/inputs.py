@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.dialogue import Dialogue
 from workbench.errors import InputError
@@ -72,7 +72,7 @@ def chat_prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
     if options.chat is not None:
         if not options.chat.strip():
             raise InputError("--chat: expected some text, found none")
-        messages: object = [{"role": "user", "content": options.chat}]
+        messages: list = [{"role": "user", "content": options.chat}]
     else:
         messages = _read_json(options.messages)
         if isinstance(messages, dict):  # a dialogue of the fixed sets
@@ -82,19 +82,41 @@ def chat_prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
                 raise InputError(f"{options.messages}: not a list of messages, and as a dialogue: {error}") from None
             messages, tools = list(dialogue.messages), list(dialogue.tools) or None
             thinking = dialogue.thinking if thinking is None else thinking
+        elif not _is_list_of_objects(messages) or not messages:
+            raise InputError(
+                f"--messages {options.messages}: expected a JSON list of objects, at least one, "
+                f"found {str(messages)[:60]!r}"
+            )
     if options.tools is not None:
         tools = _read_json(options.tools)
-    for name, value in (("messages", messages), ("tools", tools)):
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
-            raise InputError(f"--{name}: expected a JSON list of objects, found {str(value)[:60]!r}")
-    return tokenizer.apply_chat_template(messages, tools=tools, enable_thinking=thinking)
+        if not _is_list_of_objects(tools):
+            raise InputError(f"--tools {options.tools}: expected a JSON list of objects, found {str(tools)[:60]!r}")
+        for number, tool in enumerate(tools):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise InputError(
+                    f'--tools {options.tools}: [{number}]: expected {{"type": "function", "function": {{"name", '
+                    f"...}}}}, found {str(tool)[:60]!r}"
+                )
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, enable_thinking=thinking)
+    except InputError as error:
+        if options.messages is None:
+            raise
+        raise InputError(f"{options.messages}: {error}") from None
 
 
-def _read_json(path: Path) -> object:
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_prompt(path))
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found: {error}") from None
+    except (ValueError, RecursionError) as error:
+        is_more = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        hint = "; give one line of a file that has a value on each" if is_more else ""
+        raise InputError(f"{path}: expected JSON, found: {error}{hint}") from None
 
 
 def load_model(options: argparse.Namespace) -> CausalLM:

@@ -110,6 +110,8 @@ def _of_server(
     for name in ("backend", "policy", "dtype"):
         if getattr(options, name) is not None:
             raise InputError(f"--{name}: expected only with a checkpoint, found it with --url; the server has its own")
+    if options.device != "cpu":  # its default
+        raise InputError("--device: expected only with a checkpoint, found it with --url; the server has its own")
     server = ChatServer(options.url)
     found = {
         name: served_score(server, dialogues, model=options.model, progress=_progress(name))
@@ -129,7 +131,8 @@ def _minimum(settings: list[str], wanted: list[str]) -> dict[str, float]:
         if name not in wanted or name == "perplexity":
             shares = [known for known in wanted if known != "perplexity"]
             raise InputError(
-                f"--minimum {setting}: expected NAME=SHARE with a name of {', '.join(shares)}, found {name!r}"
+                f"--minimum {setting}: expected NAME=SHARE with a name of {', '.join(shares) or 'none here'}, "
+                f"found {name!r}"
             )
         try:
             value = float(text)

@@ -25,6 +25,9 @@ from workbench.errors import InputError, ServerError
 #: As the workbench's own scores allow; a reply that is not over by then is wrong.
 MAX_NEW_TOKENS = 192
 
+#: How a server says that the model ended its turn by itself.
+ENDS = ("stop", "tool_calls")
+
 
 @dataclass(frozen=True, slots=True)
 class ChatServer:
@@ -34,9 +37,13 @@ class ChatServer:
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InputError(f"url: expected http://host:port, found {self.url!r}")
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # half a bracket, a port that is no number
+            is_address = False
+        if not is_address or parts.path.rstrip("/").endswith("/v1"):
+            raise InputError(f"url: expected http://host:port, without /v1, found {self.url!r}")
 
     def model_names(self) -> list[str]:
         """Names of the models that are served. Raises ServerError as `ask` does."""
@@ -65,6 +72,8 @@ class ChatServer:
             ) from None
         if reason == "length":
             return Outcome.failed(dialogue, text, f"expected an end, found none in {max_new_tokens} tokens")
+        if reason not in ENDS:
+            return Outcome.failed(dialogue, text, f"finish_reason: expected {' or '.join(ENDS)}, found {reason!r}")
         return Outcome.of(dialogue, reply, text)
 
     def _exchange(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -83,7 +92,7 @@ class ChatServer:
             if isinstance(reason, TimeoutError):
                 raise ServerError(f"{url}: expected an answer within {self.timeout_s:g} s, found none") from None
             raise ServerError(f"{url}: cannot be reached: {reason or type(error).__name__}; is it running?") from None
-        except ValueError:  # neither UTF-8 nor JSON
+        except (ValueError, RecursionError):  # neither UTF-8 nor JSON that can be read
             raise ServerError(f"{url}: expected a JSON object, found other text") from None
         if not isinstance(answer, dict):
             raise ServerError(f"{url}: expected a JSON object, found {str(answer)[:80]!r}")
@@ -144,7 +153,7 @@ def read_message(message: Mapping[str, Any]) -> tuple[Reply, str]:
         name, text = call["function"]["name"], call["function"]["arguments"]
         try:
             arguments = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             problem = problem or f"call of {name}: expected arguments as a JSON object, found {text[:40]!r}"
@@ -175,7 +184,7 @@ def _message(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     try:
         content = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text[:200] or "no reason given"
     content = content.get("error", content) if isinstance(content, dict) else content
     return str(content.get("message", content) if isinstance(content, dict) else content)[:300]
