@@ -127,6 +127,11 @@ def test_rows_that_cannot_be_read_are_named(model, texts, message):
     assert model.tap is None
 
 
+def test_no_kinds_at_all_are_refused(model):
+    with pytest.raises(InputError, match="expected at least one kind of text, found none"):
+        load_by_kind(model, {})
+
+
 # ---- the corpus
 
 
@@ -142,6 +147,9 @@ def test_the_project_s_corpus_has_four_texts_of_each_kind():
     [
         ('{"kind": "prose"}', r"line 2: expected \{kind, title, text\}"),
         ("prose", r"line 2: expected \{kind, title, text\}"),
+        ('{"kind": "prose", "title": "a", "text": 5}', r"line 2: expected \{kind, title, text\}"),
+        ('{"kind": "prose", "title": null, "text": "a"}', r"line 2: expected \{kind, title, text\}"),
+        ("[" * 100_000, r"line 2: expected \{kind, title, text\}"),
         (
             json.dumps({"kind": "verse", "title": "", "text": ""}),
             "line 2: kind: expected one of prose, .*found 'verse'",

@@ -233,6 +233,13 @@ def test_a_pattern_that_can_match_nothing_is_refused_before_the_run(model):
     assert model.tap is None
 
 
+@pytest.mark.parametrize("changes", [["embed"], {"embed": None}, {"embed": 0.0}, {3: torch.zeros_like}])
+def test_what_is_no_name_with_a_function_is_refused_before_the_run(model, changes):
+    with pytest.raises(InputError, match="intervene: expected "), workbench.intervene(model, changes):
+        raise AssertionError("the context must not be entered")
+    assert model.tap is None
+
+
 def test_an_error_inside_comes_out_as_it_is(model, ids):
     with pytest.raises(InputError, match="ids from 0"), workbench.intervene(model, {"logits": torch.zeros_like}):
         model(ids + 97)

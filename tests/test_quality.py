@@ -47,6 +47,24 @@ def test_too_few_tokens_for_one_window_is_an_error():
         windows(np.arange(5), 5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (np.arange(50), {"length": 0}, "length: expected a whole number of at least"),
+        (np.arange(50), {"length": -1}, "length: expected a whole number of at least"),
+        (np.arange(50), {"length": 5.0}, "length: expected a whole number of at least"),
+        (np.arange(50), {"length": 5, "batch": 0}, "batch: expected a whole number of at least 1, found 0"),
+        (np.arange(50).reshape(2, 25), {"length": 5}, r"tokens: expected one row of whole numbers, found int64 of"),
+        (np.arange(50) / 2, {"length": 5}, "tokens: expected one row of whole numbers, found float64 of"),
+        (np.array([]), {"length": 5}, "tokens: expected one row of whole numbers"),
+    ],
+)
+def test_tokens_and_sizes_that_make_no_window_are_refused(model, tokens, options, message):
+    for score in (perplexity, draft_acceptance):
+        with pytest.raises(InputError, match=message):
+            score(model, tokens, **options)
+
+
 def test_perplexity_of_a_model_without_opinion_is_the_vocabulary(model):
     with torch.no_grad():
         flat = CausalLM(model.config).init_weights(3).eval()
@@ -140,6 +158,21 @@ def test_heldout_text_that_is_too_short_or_missing_is_named(tokenizer, tmp_path)
     (tmp_path / "heldout.jsonl").write_text('["text"]\n')
     with pytest.raises(InputError, match='one JSON object with "text" a line'):
         heldout_tokens(tokenizer, data=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]", b'{"text": 5}', b'{"title": "a"}', b'{"text": "a', b"[" * 100_000, b"\xff", b"1" * 6000]
+)
+def test_a_heldout_file_that_is_none_is_named(tokenizer, tmp_path, line):
+    (tmp_path / "heldout.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with pytest.raises(InputError, match=r'heldout\.jsonl: expected one JSON object with "text" a line, found: '):
+        heldout_tokens(tokenizer, windows=None, data=tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"windows": 0}, {"windows": -1}, {"length": 0}])
+def test_no_windows_at_all_are_refused(tokenizer, options):
+    with pytest.raises(InputError, match="expected a whole number of at least 1, found "):
+        heldout_tokens(tokenizer, **options)
 
 
 def test_nats_per_byte_count_the_bytes_of_the_predicted_text(tokenizer):
@@ -272,6 +305,12 @@ def test_a_ruined_model_scores_zero_and_says_why(tokenizer):
     found = dialogue_score(Scripted(tokenizer, REPLIES, nan_after=dict.fromkeys(REPLIES, 0)), tokenizer, DIALOGUES)
     assert found.share == 0.0 and all("NaN or Inf" in outcome.problem for outcome in found.replies)
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["by_thinking"] == {"on": [0, 1], "off": [0, 5]}
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5])
+def test_a_batch_of_nothing_is_refused(tokenizer, batch):
+    with pytest.raises(InputError, match="batch: expected a whole number of at least 1, found "):
+        dialogue_score(None, tokenizer, [], batch=batch)
 
 
 def test_no_dialogues_is_an_error(tokenizer):

@@ -106,13 +106,22 @@ def windows(tokens: np.ndarray, length: int) -> Tensor:
     The last, shorter remainder is left out, so that all windows have the same context. Raises InputError where not
     even one fits.
     """
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(f"tokens: expected one row of whole numbers, found {tokens.dtype} of shape {tokens.shape}")
+    _expect_count("length", length)
     count = (len(tokens) - 1) // length
     if count < 1:
         raise InputError(
             f"tokens: expected at least {length + 1} for one window, found {len(tokens)}; shorten the window"
         )
-    rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), length + 1)[: count * length : length]
+    rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[: count * length : length]
     return torch.from_numpy(rows.astype(np.int64))
+
+
+def _expect_count(name: str, value: int, least: int = 1) -> None:
+    if type(value) is not int or value < least:
+        raise InputError(f"{name}: expected a whole number of at least {least}, found {value!r}")
 
 
 def heldout_tokens(
@@ -123,12 +132,16 @@ def heldout_tokens(
     The documents of `heldout.jsonl` (in `data`, default: the project's folder) come in their order, which mixes the
     sources; `windows` None takes all of the text. Raises InputError where there is not enough.
     """
+    for name, value in (("windows", 1 if windows is None else windows), ("length", length)):
+        _expect_count(name, value)
     path = (DATA if data is None else Path(data)) / "heldout.jsonl"
     try:
         texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n") if line]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text that is none")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; expected the held-out documents") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:  # the first: no UTF-8, no JSON
         raise InputError(f'{path}: expected one JSON object with "text" a line, found: {error}') from None
     wanted = None if windows is None else windows * length + 1
     separator = tokenizer.token_id(END_OF_TEXT)
@@ -150,6 +163,7 @@ def perplexity(
 
     With `tokenizer` the bytes of the predicted text are counted too; a special token is no text and counts none.
     """
+    _expect_count("batch", batch)
     total, rows = 0.0, windows(tokens, length)
     for part in rows.split(batch):
         part = part.to(model.device)
@@ -177,6 +191,8 @@ def draft_acceptance(model: CausalLM, tokens: np.ndarray, *, length: int = 512, 
     it equals the main model's most likely one after reading token t + 1. Where logits of either are not finite there is
     no choice to agree on, and the draft counts as refused.
     """
+    _expect_count("batch", batch)
+    _expect_count("length", length, 2)  # the first draft is for the token after next
     accepted = proposed = 0
     for rows in windows(tokens, length).split(batch):
         rows = rows.to(model.device)
@@ -205,6 +221,7 @@ def dialogue_score(
     dialogues are repeated one by one, so that only those whose own logits are not finite are wrong for it; the
     outcome says so. Raises InputError and CheckpointError as `generate` and the tokenizer do.
     """
+    _expect_count("batch", batch)
     stops = _stop_ids(model, tokenizer)
     prompts = [
         tokenizer.encode(

@@ -54,7 +54,9 @@ def read_routing_texts(path: str | Path) -> list[RoutingText]:
             continue
         try:
             text = RoutingText(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
+            if not isinstance(text.title, str) or not isinstance(text.text, str):
+                raise TypeError
+        except (ValueError, RecursionError, TypeError):
             raise InputError(
                 f"{path} line {number}: expected {{kind, title, text}} as JSON, found {line[:40]!r}"
             ) from None
@@ -140,6 +142,8 @@ def expert_load(model: CausalLM, rows: Iterable[Sequence[int]]) -> pd.DataFrame:
 
 def load_by_kind(model: CausalLM, rows_by_kind: Mapping[str, Iterable[Sequence[int]]]) -> pd.DataFrame:
     """`expert_load` of the texts of each kind, one below the other, with the kind as first column."""
+    if not rows_by_kind:
+        raise InputError("load_by_kind: expected at least one kind of text, found none")
     return pd.concat(
         [expert_load(model, rows).assign(kind=kind) for kind, rows in rows_by_kind.items()], ignore_index=True
     )[["kind", *LOAD_COLUMNS]]

@@ -135,7 +135,13 @@ def intervene(model: CausalLM, changes: Mapping[str, Change]) -> Iterator[Interv
     """
     effects: dict[str, list[Effect]] = {}
     names = tap_names(model)
-    for pattern in changes:
+    if not isinstance(changes, Mapping):
+        raise InputError(f"intervene: expected names mapped to functions, found {type(changes).__name__}")
+    for pattern, change in changes.items():
+        if not isinstance(pattern, str) or not callable(change):
+            raise InputError(
+                f"intervene: expected the name of a tap point and a function, found {pattern!r}: {change!r:.60}"
+            )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
                 f"intervene: pattern {pattern!r} matches no tap point of this model; "
