@@ -26,7 +26,7 @@ def test_steps_of_runs_add_up(tmp_path, capsys):
     ("content", "found"),
     [
         (None, "No such file"), ("", "No columns"), ("step,next\n1,2\n", "no column"),
-        ("step,next,heldout\n", "no rows"),
+        ("step,next,heldout\n", "no rows"), ("step,next,heldout\na,b,c\n", "column step: expected numbers, found 'a'"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_curve_is_one_line(tmp_path, capsys, content, found):
@@ -34,4 +34,12 @@ def test_a_file_that_is_no_curve_is_one_line(tmp_path, capsys, content, found):
         (tmp_path / "c.csv").write_text(content)
     assert curve.main([str(tmp_path / "c.csv"), "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "c.csv: expected the curve.csv of a training run" in error and found in error and error.count("\n") == 1
+    assert "c.csv: " in error and found in error and error.count("\n") == 1
+    assert "expected the curve.csv of a training run" in error or "expected numbers" in error
+
+
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    taken = write(tmp_path / "a.csv", [10])
+    assert curve.main([taken, "--out", taken]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "a.csv" in error and error.count("\n") == 1

@@ -159,10 +159,30 @@ def test_the_command_writes_the_same_files_again(tmp_path, heldout, capsys):
     assert "60 conversations" in capsys.readouterr().out
 
 
-def test_unusable_input_is_one_line(tmp_path, capsys):
-    (tmp_path / "heldout.jsonl").write_bytes(to_jsonl([Document("s", "t", "word " * 3000)]))
-    (tmp_path / "train.jsonl").write_bytes(to_jsonl([Document("s", "t", "word " * 3000)]))
-    arguments = ["--corpus", str(tmp_path), "--out", str(tmp_path / "out"), "--data", str(tmp_path)]
-    assert made.main([*arguments, "--template", str(tmp_path / "absent.jinja")]) == 2
+ONE = to_jsonl([Document("s", "t", "word " * 3000)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"--template": "absent.jinja"}, "absent.jinja: cannot be read"),
+        ({"t.jinja": b"\xff"}, {}, "t.jinja: expected UTF-8 text, found another byte at 0"),
+        ({"train.jsonl": b""}, {}, "train.jsonl: expected documents of running text, found none"),
+        ({"heldout.jsonl": b""}, {}, "heldout.jsonl: expected documents of running text, found none"),
+        ({"train.jsonl": to_jsonl([Document("s", "t", "word")])}, {}, "train.jsonl: expected documents"),
+        ({"train.jsonl": ONE[:-30]}, {}, "train.jsonl line 1: expected {source, title, text} as JSON"),
+        ({"train.jsonl": b'{"source": "s", "title": "t", "text": 5}'}, {}, "train.jsonl line 1: expected {source"),
+        ({"train.jsonl": b"[" * 100_000}, {}, "train.jsonl line 1: expected {source, title, text} as JSON"),
+        ({}, {"--count": "0"}, "count: expected at least one conversation, found 0"),
+        ({}, {"--data": "absent"}, "absent"),
+        ({}, {"--out": "t.jinja"}, "t.jinja"),
+    ],
+)
+def test_unusable_input_is_one_line(tmp_path, monkeypatch, capsys, changes, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name, content in ({"heldout.jsonl": ONE, "train.jsonl": ONE, "t.jinja": TEMPLATE.encode()} | changes).items():
+        Path(name).write_bytes(content)
+    settings = {"--corpus": ".", "--out": "out", "--data": ".", "--template": "t.jinja", "--count": "2"} | options
+    assert made.main([part for pair in settings.items() for part in pair]) == 2
     error = capsys.readouterr().err
-    assert "absent.jinja" in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -74,4 +74,9 @@ def test_the_committed_corpus_is_what_the_command_writes(tmp_path, capsys):
 def test_a_missing_file_is_one_line_and_code_2(tmp_path, capsys):
     assert routing_corpus.main(["--data", str(tmp_path)]) == 2
     assert "heldout.jsonl" in capsys.readouterr().err
+    for name in ("heldout.jsonl", "dialogues.jsonl"):
+        shutil.copy(DATA / name, tmp_path)
+    (tmp_path / "t.jinja").write_bytes(b"\xff")
+    assert routing_corpus.main(["--data", str(tmp_path), "--template", str(tmp_path / "t.jinja")]) == 2
+    assert "t.jinja: expected UTF-8 text" in capsys.readouterr().err
     assert not (tmp_path / "routing.jsonl").exists()

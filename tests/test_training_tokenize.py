@@ -160,7 +160,7 @@ def test_unusable_tokenizer_file_is_one_line(tmp_path, capsys, content, reason):
     "line",
     [
         "{", "[1]", '{"text": "abc"}', '{"text": "abc", "learned": [[1, 2]]}',
-        '{"text": "abc", "learned": [[2, 1], [1, 3]]}',
+        '{"text": "abc", "learned": [[2, 1], [1, 3]]}', '{"text": ["a"], "learned": [[0, 1]]}', "[" * 100_000,
     ],
 )
 def test_a_conversation_that_is_none_names_file_and_line(tmp_path, line):
@@ -169,6 +169,17 @@ def test_a_conversation_that_is_none_names_file_and_line(tmp_path, line):
         tk.read_rendered(tmp_path / "c.jsonl")
     with pytest.raises(InputError, match=r"absent\.jsonl: cannot be read: .*workbench\.training\.dialogues"):
         tk.read_rendered(tmp_path / "absent.jsonl")
+
+
+def test_a_conversation_holds_any_character(tmp_path):
+    """Some of them end a line for Python's splitlines, none but a line feed for a file of JSON lines."""
+    text = "".join(map(chr, (0x0B, 0x0C, 0x1C, 0x85, 0x2028, 0x2029, 0x1F600)))
+    row = json.dumps({"text": text, "learned": [[1, len(text)]]}, ensure_ascii=False)
+    (tmp_path / "c.jsonl").write_text(row + "\n" + row + "\n", encoding="utf-8")
+    assert tk.read_rendered(tmp_path / "c.jsonl") == [[text[:1], text[1:]]] * 2
+    (tmp_path / "c.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(InputError, match=r"c\.jsonl: cannot be read: .*workbench\.training\.dialogues"):
+        tk.read_rendered(tmp_path / "c.jsonl")
 
 
 def test_every_turn_of_the_assistant_is_learned(small_tokenizer):

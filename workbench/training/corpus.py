@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 
 CORPUS_FORMAT = 1
 DEFAULT_SEED = 20260
@@ -751,8 +751,11 @@ def read_documents(path: Path) -> list[Document]:
             continue
         try:
             row = json.loads(line)
-            documents.append(Document(row["source"], row["title"], row["text"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            document = Document(row["source"], row["title"], row["text"])
+            if not all(isinstance(part, str) for part in (document.source, document.title, document.text)):
+                raise TypeError("a part that is no text")
+            documents.append(document)
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} line {number}: expected {{source, title, text}} as JSON, found {line[:40]!r}"
             ) from error
@@ -825,8 +828,8 @@ def main(arguments: list[str] | None = None) -> int:
             for name, target in (("heldout.jsonl", "heldout.jsonl"), ("manifest.json", "corpus.json")):
                 write_atomic(options.data / target, (options.out / name).read_bytes())
                 _say(f"{options.data / target}: copy of {name}")
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (WorkbenchError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

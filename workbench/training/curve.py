@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import plots
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.training.corpus import write_atomic
 
 NEEDED = ("step", "next", "heldout")
@@ -35,6 +35,9 @@ def joined(paths: list[Path]) -> pd.DataFrame:
                 f"{path}: expected the curve.csv of a training run with {', '.join(NEEDED)}, "
                 f"found {'no rows' if rows.empty else 'no column ' + missing[0]}"
             )
+        for name in NEEDED:
+            if not pd.api.types.is_numeric_dtype(rows[name]):
+                raise InputError(f"{path}: column {name}: expected numbers, found {rows[name].iloc[0]!r}")
         rows.insert(0, "run", number)
         rows.insert(1, "total_step", before + rows["step"])
         before = int(rows["total_step"].iloc[-1])
@@ -58,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         write_atomic(options.out / "training_curve.csv", curve.to_csv(index=False).encode())
         write_atomic(options.out / "training_curve.svg", plate.svg().encode())
         print(plate.caption)
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (WorkbenchError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

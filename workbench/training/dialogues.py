@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 
 from workbench.dialogue import Dialogue, ExpectedAnswer, ExpectedCall
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
 from workbench.training.corpus import Document, read_documents, write_atomic
 from workbench.training.grammar import RULES_WITH_FILLER, Conversation, sample
@@ -97,7 +97,7 @@ def excerpts(documents: list[Document], random: Random) -> Iterator[str]:
     while True:
         while len(text) < 2 * TRAINING_FILLER:
             text += "\n\n" + random.choice(documents).text
-        start = text.index(" ", random.randrange(TRAINING_FILLER // 2)) + 1
+        start = text.find(" ", random.randrange(TRAINING_FILLER // 2)) + 1
         yield text[start:]
         text = text[start + TRAINING_FILLER :]
 
@@ -180,23 +180,44 @@ def validation_conversations(heldout: list[Document], seed: int) -> list[Convers
     return [c for n, recalled in enumerate(recalls) for c in (*others[5 * n : 5 * n + 5], recalled)]
 
 
+def read_template(path: Path) -> str:
+    """The text of a chat template. Raises InputError for a file that is missing or no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; --template names a chat template") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: expected UTF-8 text, found another byte at {error.start}; --template names a chat template"
+        ) from None
+
+
+def _read_texts(path: Path) -> list[Document]:
+    documents = read_documents(path)
+    if not any(" " in document.text for document in documents):
+        raise InputError(
+            f"{path}: expected documents of running text, found none; write them with `python -m "
+            "workbench.training.corpus`"
+        )
+    return documents
+
+
 def write_dialogues(
     corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int, mix: str = "first"
 ) -> None:
     """Write the four files (see the module)."""
-    heldout = read_documents(corpus / "heldout.jsonl")
+    if count < 1:
+        raise InputError(f"count: expected at least one conversation, found {count}")
+    source = read_template(template)
+    heldout, train = (_read_texts(corpus / f"{name}.jsonl") for name in ("heldout", "train"))
     for name, dialogues in fixed_sets(heldout, seed).items():
         lines = [json.dumps(dialogue.to_json(), ensure_ascii=False) for dialogue in dialogues]
         write_atomic(data / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
         _say(f"{data / f'{name}.jsonl'}: {len(dialogues)} dialogues")
-    try:
-        source = template.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{template}: cannot be read: {error.strerror}; --template names a chat template") from None
     out.mkdir(parents=True, exist_ok=True)
     parts = {
         "validation_dialogues": iter(validation_conversations(heldout, seed)),
-        "train_dialogues": training_conversations(read_documents(corpus / "train.jsonl"), count, seed, mix),
+        "train_dialogues": training_conversations(train, count, seed, mix),
     }
     for name, conversations in parts.items():
         lines = []
@@ -236,8 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed,
             mix=options.mix,
         )  # fmt: skip
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (WorkbenchError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

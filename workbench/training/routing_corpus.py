@@ -21,9 +21,10 @@ from pathlib import Path
 
 from workbench.analysis.routing import RoutingText
 from workbench.dialogue import Dialogue, ExpectedCall, read_dialogues
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
 from workbench.training.corpus import Document, read_documents, write_atomic
+from workbench.training.dialogues import read_template
 
 ITEMS, LEAST, MOST = 4, 2_000, 3_500
 
@@ -117,12 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
         texts = routing_corpus(
             read_documents(data / "heldout.jsonl"),
             read_dialogues(data / "dialogues.jsonl"),
-            template.read_text(encoding="utf-8"),
+            read_template(template),
         )
         lines = [json.dumps(dataclasses.asdict(text), ensure_ascii=False) + "\n" for text in texts]
         write_atomic(data / "routing.jsonl", "".join(lines).encode())
     except (WorkbenchError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     print(f"{data / 'routing.jsonl'}: {len(texts)} texts, {sum(len(text.text) for text in texts)} characters")
     return 0

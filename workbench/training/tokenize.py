@@ -43,7 +43,7 @@ from tokenizers import (
     trainers,
 )
 
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.training.corpus import Document, read_documents, sha256_of_file, write_atomic
 
 VOCAB_SIZE = 4096
@@ -238,20 +238,23 @@ class DialogueTokens:
 def read_rendered(path: Path) -> list[list[str]]:
     """The parts of each conversation that `workbench.training.dialogues` wrote: context and turn to learn in turn."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 inside a text
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"{path}: cannot be read: {error.strerror}; write it with `python -m workbench.training.dialogues`"
+            f"{path}: cannot be read: {reason}; write it with `python -m workbench.training.dialogues`"
         ) from None
     conversations = []
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
             row = json.loads(line)
             bounds = [0, *(position for span in row["learned"] for position in span)]
-            if bounds != sorted(bounds) or bounds[-1] != len(row["text"]):
+            if not isinstance(row["text"], str) or bounds != sorted(bounds) or bounds[-1] != len(row["text"]):
                 raise ValueError("spans")
             conversations.append([row["text"][start:end] for start, end in itertools.pairwise(bounds)])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} line {number}: expected {{text, learned: rising spans up to its end}}, found {line[:40]!r}"
             ) from error
@@ -389,8 +392,8 @@ def main(arguments: list[str] | None = None) -> int:
             vocab_size=options.vocab_size,
             reuse=options.reuse,
         )
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (WorkbenchError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -55,7 +55,7 @@ from workbench import __version__
 from workbench.analysis.language import unigram_perplexity
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.config import ModelConfig
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.kernels import Kernels
 from workbench.model import CausalLM, SparseBlock
 from workbench.quality import draft_acceptance, perplexity
@@ -722,8 +722,8 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(run.export(command, extra_files), indent=1))
         else:
             print(f"stopped at step {run.step} of {settings.steps}; the same command with --resume goes on")
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (WorkbenchError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
