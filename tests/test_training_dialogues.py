@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from random import Random
 
@@ -56,6 +57,53 @@ def test_no_held_out_combination_occurs_in_training(kind):
     for conversation in draws(kind, 150):
         assert not any(map(grammar.is_held_out, (conversation.combination, *conversation.others)))
     assert all(grammar.is_held_out(c.combination) for c in draws(kind, 20, held_out=True))
+
+
+def one_of(words) -> str:
+    return f"({'|'.join(sorted(words, key=len, reverse=True))})"
+
+
+SAID = {  # what tells a combination in a text: its words in the order of the key, which no label of a rule gives
+    "recall": re.compile(f"The {one_of(grammar.ITEMS)} of {one_of(grammar.NAMES)} is in the {one_of(grammar.PLACES)}"),
+    "holder": re.compile(f"{one_of(grammar.NAMES)} has the {one_of(grammar.ITEMS)}"),
+    "introduced": re.compile(f"{one_of(grammar.NAMES)} (?:from|and I live in) {one_of(grammar.CITIES)}"),
+    "larger": re.compile(r"(larger|smaller), (\d+) or (\d+)\?"),
+    "capital": re.compile(rf"\b{one_of(grammar.CAPITALS)}\b"),
+    "opposite": re.compile(rf"\b{one_of(grammar.OPPOSITES)}\b"),
+}
+CALLED = re.compile(r"<function=(?!NAME)(\w+)>(.*?)</function>", re.DOTALL)
+VALUE = re.compile(r"<parameter=\w+>\n(.*?)\n</parameter>")
+
+
+def combinations_said(conversation: grammar.Conversation) -> set[str]:
+    """The combinations that stand in the rendered text, found by its words."""
+    text, _ = made.render(conversation, TEMPLATE)
+    found = {"|".join(("call", name, *VALUE.findall(body))) for name, body in CALLED.findall(text)}
+    for kind in ("recall", "holder", "introduced", "larger"):
+        found |= {"|".join((kind, *match)) for match in SAID[kind].findall(text)}
+    for message in (m["content"] for m in conversation.messages if m["role"] == "user"):
+        for function in grammar.FUNCTIONS:
+            for phrase in function.phrases:
+                pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(phrase))
+                if match := re.fullmatch(pattern, message):
+                    found.add("|".join(("call", function.name, *(match[name] for name in function.values))))
+        for kind in ("capital", "opposite"):
+            if kind in message and (match := SAID[kind].search(message)):
+                found.add("|".join((kind, match[1], message.replace(match[1], "{}"))))
+        if re.search("after|before", message):
+            found.add(f"following|{message}")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_held_out_combination_is_read_in_a_text_of_training(kind):
+    for conversation in draws(kind, 150):
+        said = combinations_said(conversation)
+        assert not any(map(grammar.is_held_out, said)), conversation
+        labels = {conversation.combination, *conversation.others}
+        # All that is said has a label and the other way round, but for wishes that never fit.
+        assert labels <= said or conversation.combination.startswith("refuse|"), (labels - said, conversation)
+        assert {key for key in said if not key.startswith("following|")} <= labels, (said - labels, conversation)
 
 
 def test_no_dialogue_of_the_fixed_sets_is_in_the_training_part(heldout):
