@@ -163,6 +163,6 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except WorkbenchError as error:
+    except (WorkbenchError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -240,6 +240,12 @@ def test_what_is_no_name_with_a_function_is_refused_before_the_run(model, change
     assert model.tap is None
 
 
+@pytest.mark.parametrize("limit", [-1.0, math.nan])
+def test_a_clamp_without_room_is_refused(limit):
+    with pytest.raises(InputError, match="clamp_cumsum: expected a limit of at least 0"):
+        FIELD_INTERVENTIONS["clamp_cumsum"].changes(limit)
+
+
 def test_an_error_inside_comes_out_as_it_is(model, ids):
     with pytest.raises(InputError, match="ids from 0"), workbench.intervene(model, {"logits": torch.zeros_like}):
         model(ids + 97)

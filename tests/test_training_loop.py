@@ -416,6 +416,25 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, tokens):
         Run(tokens, tmp_path / "third", settings, "cpu", start_from=folder)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--device", "foo", "device: expected cpu, cuda or cuda:N, found 'foo'"),
+        ("--device", "cuda:99", "device cuda:99: expected a CUDA device of this machine"),
+        ("--evaluate-every", "0", "evaluate_every: expected at least one step, found 0"),
+        ("--save-every", "-1", "save_every: expected at least one step, found -1"),
+        ("--out", "taken", "taken"),
+    ],
+)
+def test_unusable_options_are_one_line_and_exit_code_2(tmp_path, tokens, monkeypatch, capsys, option, value, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    options = {"--tokens": tokens, "--out": "run", "--device": "cpu", "--dialogue-rows": "0", "--length": "16"}
+    assert main([str(part) for pair in (options | {option: value}).items() for part in pair]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
 def test_missing_token_files_are_one_line_and_exit_code_2(tmp_path, capsys):
     assert main(["--tokens", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"]) == 2
     assert "train.u16" in capsys.readouterr().err

@@ -191,6 +191,8 @@ def replace_nan() -> dict[str, Change]:
 
 def clamp_cumsum(limit: float = 12.0) -> dict[str, Change]:
     """The cumulative log decay of a chunk, clamped to +-limit before any exp: rows past the limit stop decaying."""
+    if not limit >= 0:  # torch's clamp would set every value to a bound, or to NaN
+        raise InputError(f"clamp_cumsum: expected a limit of at least 0, found {limit}")
     return {f"layers.*.{taps.GDN_CUMSUM}": lambda x: x.clamp(-limit, limit)}
 
 

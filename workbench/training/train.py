@@ -57,6 +57,7 @@ from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.config import ModelConfig
 from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.kernels import Kernels
+from workbench.loading import device_named
 from workbench.model import CausalLM, SparseBlock
 from workbench.quality import draft_acceptance, perplexity
 from workbench.training.corpus import write_atomic
@@ -443,7 +444,7 @@ class Run:
             self.beginnings = self.dialogues.beginnings(settings.length)
             validation = DialogueStream.read(tokens, "validation_dialogues")
             self.validation = padded_dialogues(validation, settings.validation_dialogues)
-        self.out, self.settings, self.config, self.device = out, settings, config, torch.device(device)
+        self.out, self.settings, self.config, self.device = out, settings, config, device_named(device)
         self.eager = eager or self.device.type != "cuda"
         out.mkdir(parents=True, exist_ok=True)
         on_cuda = self.device.type == "cuda"
@@ -704,6 +705,9 @@ def main(argv: list[str] | None = None) -> int:
     # TF32 products keep fp32's range; they only shorten the mantissa of the inputs of a matrix product.
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
+        for name in ("evaluate_every", "save_every"):
+            if getattr(arguments, name) < 1:
+                raise InputError(f"{name}: expected at least one step, found {getattr(arguments, name)}")
         settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
         extra_files = None if arguments.tokenizer is None else read_tokenizer_files(arguments.tokenizer)
         run = Run(
