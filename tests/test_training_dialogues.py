@@ -119,6 +119,15 @@ def test_no_dialogue_of_the_fixed_sets_is_in_the_training_part(heldout):
             assert json.dumps(conversation.messages[-1]) not in asked or len(conversation.messages) > 1
 
 
+def test_a_wish_that_nothing_fits_is_trained_on_and_never_measured():
+    wishes = {wish for _, wish in grammar.NEVER_POSSIBLE}
+
+    def asked(conversations) -> set[str]:
+        return {c.answer.removeprefix("I have no function to ").removesuffix(".") for c in conversations} & wishes
+
+    assert len(asked(draws("refuse", 200))) > 5 and not asked(draws("refuse", 60, held_out=True))
+
+
 def test_a_tenth_is_held_out():
     share = sum(grammar.is_held_out(f"call|{n}") for n in range(20_000)) / 20_000
     assert abs(share - 0.1) < 0.01

@@ -366,15 +366,9 @@ def _key(*parts: object) -> str:
     return "|".join(str(part) for part in parts)
 
 
-# The decision stands first in the reasoning, as it does in a reply without: one look for both.
-
-
-def _can_call(function: Function, arguments: dict) -> str:
-    return f"I call {function.name} with {_values(arguments)}."
-
-
-def _cannot(wish: str) -> str:
-    return f"None of my functions can {wish}."
+def _wanted(wish: str) -> str:
+    """Reasoning before a call or a refusal: which of the two is decided after it, where it is without thinking."""
+    return f"The user wants me to {wish}."
 
 
 def answer(random: Random, thinking: bool) -> Conversation:
@@ -391,7 +385,7 @@ def call(random: Random, thinking: bool) -> Conversation:
     messages = (_user(random.choice(function.phrases).format(**arguments)),)
     return Conversation(
         "call", _key("call", function.name, *arguments.values()), (), thinking, _hand(random, function), messages,
-        _can_call(function, arguments), call=(function.name, arguments),
+        _wanted(function.wish), call=(function.name, arguments),
     )  # fmt: skip
 
 
@@ -447,7 +441,7 @@ def refuse(random: Random, thinking: bool) -> Conversation:
         combination = _key("call", function.name, *arguments.values())
     return Conversation(
         "refuse", combination, (), thinking, tools, (_user(request),),
-        _cannot(wish),
+        _wanted(wish),
         answer=f"I have no function to {wish}.",
     )  # fmt: skip
 
@@ -608,9 +602,8 @@ def requests(random: Random, thinking: bool) -> Conversation:
             messages.append({"role": "assistant", "content": f"I have no function to {function.wish}."})
     tools = tuple(held_function.schema() for held_function in at_hand)
     fits = function in at_hand
-    reasoning = _can_call(function, arguments) if fits else _cannot(function.wish)
     return Conversation(
-        "requests", keys[-1], tuple(keys[:-1]), thinking, tools, tuple(messages), reasoning,
+        "requests", keys[-1], tuple(keys[:-1]), thinking, tools, tuple(messages), _wanted(function.wish),
         answer=None if fits else f"I have no function to {function.wish}.",
         call=(function.name, arguments) if fits else None,
     )  # fmt: skip
@@ -628,6 +621,11 @@ def is_held_out(combination: str) -> bool:
     return int.from_bytes(digest[:4], "big") % 100 < HELDOUT_PERCENT
 
 
+def can_be_measured(combination: str) -> bool:
+    """Whether values meet in it. In a wish that nothing fits the hand of functions alone is new: no test asks for it."""
+    return not combination.startswith("refuse|")
+
+
 def sample(
     kind: str, random: Random, *, held_out: bool, thinking: bool | None = None, filler: str = ""
 ) -> Conversation:
@@ -641,7 +639,7 @@ def sample(
             drawn = RULES_WITH_FILLER[kind](random, thinks, filler)
         else:
             drawn = RULES[kind](random, thinks)
-        if held_out and is_held_out(drawn.combination):
+        if held_out and is_held_out(drawn.combination) and can_be_measured(drawn.combination):
             return drawn
         if not held_out and not any(map(is_held_out, (drawn.combination, *drawn.others))):
             return drawn
