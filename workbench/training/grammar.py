@@ -622,7 +622,7 @@ def is_held_out(combination: str) -> bool:
 
 
 def can_be_measured(combination: str) -> bool:
-    """Whether values meet in it. In a wish that nothing fits the hand of functions alone is new: no test asks for it."""
+    """Whether values meet in it. In a wish that nothing fits only the functions at hand are new: no test asks."""
     return not combination.startswith("refuse|")
 
 
