@@ -111,7 +111,7 @@ def test_no_dialogue_of_the_fixed_sets_is_in_the_training_part(heldout):
     dialogues = read_dialogues(DATA / "dialogues.jsonl") + read_dialogues(DATA / "recall.jsonl")
     whole = {json.dumps([d.messages, d.tools]) for d in dialogues}
     asked = {json.dumps(d.messages[-1]) for d in dialogues if d.kind in ("answer", "call", "recall")}
-    for mix in made.TRAINING_MIXES:
+    for mix in made.MIXES.values():
         trained = list(made.training_conversations(heldout, 2000, made.SEED, mix))
         assert len(trained) == 2000
         for conversation in trained:

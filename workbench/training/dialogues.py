@@ -22,6 +22,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -33,17 +34,34 @@ from workbench.training.grammar import RULES_WITH_FILLER, Conversation, sample
 
 SEED = 20261
 
-#: Conversations of each kind in a hundred of the training part, for the long run and for the short one that follows it.
-#: As many that must be refused as calls: with few of them a model calls what it is asked for without a look at the
-#: functions that it has.
-TRAINING_MIXES = {
-    "first": {"answer": 20, "call": 14, "result": 7, "follow_up": 9, "refuse": 16, "recall": 16, "drill": 18},
-    "second": {
-        "answer": 12, "call": 12, "result": 4, "follow_up": 6, "refuse": 14, "recall": 8, "drill": 10, "requests": 34
-    },
-    "short": {
-        "answer": 10, "call": 28, "result": 6, "follow_up": 8, "refuse": 28, "recall": 4, "drill": 6, "requests": 10
-    },
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A training part: conversations of each kind in a hundred, the longest filler in characters, and whether the
+    reasoning before a call or a refusal says which of the two it will be."""
+
+    shares: dict[str, int]
+    longest_filler: int
+    decides_in_reasoning: bool
+
+
+#: The longest filler of the conversations that teach a copy before they teach the distance.
+SHORT_FILLER = 600
+
+#: The training parts of the three runs that made the miniature, in their order. As many requests must be refused as
+#: called: with few of them a model calls what it is asked for without a look at the functions that it has. Where the
+#: reasoning decides, that look has to be learned at two places, inside it and after it: the last part leaves it to one.
+MIXES = {
+    "first": Mix(
+        {"answer": 20, "call": 14, "result": 7, "follow_up": 9, "refuse": 16, "recall": 16, "drill": 18}, 6_200, True
+    ),
+    "second": Mix(
+        {"answer": 12, "call": 12, "result": 4, "follow_up": 6, "refuse": 14, "recall": 8, "drill": 10, "requests": 34},
+        6_200, True,
+    ),
+    "third": Mix(
+        {"answer": 10, "call": 28, "result": 6, "follow_up": 8, "refuse": 28, "recall": 4, "drill": 6, "requests": 10},
+        SHORT_FILLER, False,
+    ),
 }  # fmt: skip
 #: Dialogues of each kind in every ten of the fixed set.
 MEASURED_MIX = {"answer": 2, "call": 3, "result": 2, "follow_up": 2, "refuse": 1}
@@ -71,13 +89,16 @@ def as_dialogue(conversation: Conversation, name: str) -> Dialogue:
 ASSISTANT_TURN = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
 
 
-def render(conversation: Conversation, template: str) -> tuple[str, list[tuple[int, int]]]:
+def render(
+    conversation: Conversation, template: str, *, decides_in_reasoning: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
     """(text of the whole conversation, [start, end) characters of the assistant's turns in it)."""
     tools, thinking = list(conversation.tools) or None, conversation.thinking
     prompt = render_chat(template, conversation.messages, tools=tools, enable_thinking=thinking)
     last: dict = {"role": "assistant", "content": conversation.answer or ""}
     if thinking:
-        last["reasoning_content"] = conversation.reasoning
+        decision = f" {conversation.decision}" if decides_in_reasoning and conversation.decision else ""
+        last["reasoning_content"] = conversation.reasoning + decision
     if conversation.call is not None:
         name, arguments = conversation.call
         last["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
@@ -108,24 +129,24 @@ def cut(text: str, characters: int) -> str:
     return text[: end if end >= 0 else len(text)].strip()
 
 
-def shuffled_kinds(mix: dict[str, int], count: int, random: Random) -> Iterator[str]:
-    """`count` kinds in the proportion of `mix`, every round of sum(mix) of them complete and in random order."""
+def shuffled_kinds(shares: dict[str, int], count: int, random: Random) -> Iterator[str]:
+    """`count` kinds in the proportion of `shares`, every round of their sum complete and in random order."""
     while count > 0:
-        kinds = [kind for kind, share in mix.items() for _ in range(share)]
+        kinds = [kind for kind, share in shares.items() for _ in range(share)]
         random.shuffle(kinds)
         yield from kinds[:count]
         count -= len(kinds)
 
 
-def training_conversations(documents: list[Document], count: int, seed: int, mix: str) -> Iterator[Conversation]:
+def training_conversations(documents: list[Document], count: int, seed: int, mix: Mix) -> Iterator[Conversation]:
     """`count` conversations without a held-out combination; distances of `recall` from none to the longest."""
     random = Random(f"training {seed}")
     texts = excerpts(documents, random)
-    for kind in shuffled_kinds(TRAINING_MIXES[mix], count, random):
+    for kind in shuffled_kinds(mix.shares, count, random):
         filler = ""
         if kind in RULES_WITH_FILLER:
             # Half of them short, so that the copy is learned before the distance.
-            longest = TRAINING_FILLER if random.random() < 0.5 and mix != "short" else 600
+            longest = mix.longest_filler if random.random() < 0.5 else SHORT_FILLER
             filler = cut(next(texts), random.randrange(longest))
         yield sample(kind, random, held_out=False, filler=filler)
 
@@ -203,7 +224,7 @@ def _read_texts(path: Path) -> list[Document]:
 
 
 def write_dialogues(
-    corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int, mix: str = "first"
+    corpus: Path, out: Path, data: Path, template: Path, *, count: int, seed: int, mix: Mix = MIXES["first"]
 ) -> None:
     """Write the four files (see the module)."""
     if count < 1:
@@ -222,7 +243,7 @@ def write_dialogues(
     for name, conversations in parts.items():
         lines = []
         for conversation in conversations:
-            text, learned = render(conversation, source)
+            text, learned = render(conversation, source, decides_in_reasoning=mix.decides_in_reasoning)
             lines.append(json.dumps({"text": text, "learned": learned}, ensure_ascii=False))
             if len(lines) % 10_000 == 0:
                 _say(f"{len(lines):,} of {count:,} conversations")
@@ -248,14 +269,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--count", type=int, default=110_000, help="training conversations (%(default)s)")
     parser.add_argument(
-        "--mix", choices=TRAINING_MIXES, default="first", help="kinds in the training part (%(default)s)"
+        "--mix", choices=MIXES, default="first", help="what the training part is made of (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=SEED, help="seed of all draws (%(default)s)")
     options = parser.parse_args(arguments)
     try:
         write_dialogues(
             options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed,
-            mix=options.mix,
+            mix=MIXES[options.mix],
         )  # fmt: skip
     except (WorkbenchError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)

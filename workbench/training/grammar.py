@@ -108,6 +108,7 @@ class Conversation:
 
     `messages` lead up to the assistant's last turn, which has either `answer` or `call` = (name, arguments), with
     `reasoning` before it where `thinking` is on. `combination` is what that turn needs, `others` what else occurs.
+    `decision` says in words what a call or a refusal decides.
     """
 
     kind: str
@@ -119,6 +120,7 @@ class Conversation:
     reasoning: str
     answer: str | None = None
     call: tuple[str, dict] | None = None
+    decision: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +369,14 @@ def _key(*parts: object) -> str:
 
 
 def _wanted(wish: str) -> str:
-    """Reasoning before a call or a refusal: which of the two is decided after it, where it is without thinking."""
     return f"The user wants me to {wish}."
+
+
+def _decided(name: str, arguments: dict) -> str:
+    return f"I call {name} with {_values(arguments)}."
+
+
+DECIDED_AGAINST = "None of my functions does that."
 
 
 def answer(random: Random, thinking: bool) -> Conversation:
@@ -385,7 +393,7 @@ def call(random: Random, thinking: bool) -> Conversation:
     messages = (_user(random.choice(function.phrases).format(**arguments)),)
     return Conversation(
         "call", _key("call", function.name, *arguments.values()), (), thinking, _hand(random, function), messages,
-        _wanted(function.wish), call=(function.name, arguments),
+        _wanted(function.wish), call=(function.name, arguments), decision=_decided(function.name, arguments),
     )  # fmt: skip
 
 
@@ -442,7 +450,7 @@ def refuse(random: Random, thinking: bool) -> Conversation:
     return Conversation(
         "refuse", combination, (), thinking, tools, (_user(request),),
         _wanted(wish),
-        answer=f"I have no function to {wish}.",
+        answer=f"I have no function to {wish}.", decision=DECIDED_AGAINST,
     )  # fmt: skip
 
 
@@ -606,6 +614,7 @@ def requests(random: Random, thinking: bool) -> Conversation:
         "requests", keys[-1], tuple(keys[:-1]), thinking, tools, tuple(messages), _wanted(function.wish),
         answer=None if fits else f"I have no function to {function.wish}.",
         call=(function.name, arguments) if fits else None,
+        decision=_decided(function.name, arguments) if fits else DECIDED_AGAINST,
     )  # fmt: skip
 
 
