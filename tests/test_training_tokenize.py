@@ -263,7 +263,7 @@ def test_transformers_loads_the_same_tokenizer(tmp_path, monkeypatch, miniature_
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     loaded = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     assert len(loaded) == 4096
-    assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == ("<|endoftext|>", "<|endoftext|>", None)
+    assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == ("<|im_end|>", "<|endoftext|>", None)
     printable = "".join(map(chr, range(32, 127)))
     heldout = corpus.read_documents(DATA / "heldout.jsonl")[0].text
     for text in (CHAT, printable, heldout, '  a\n\n   {"x": [1, 2.5e-3]}\t\u65e5\u672c e\u0301'):

@@ -126,7 +126,7 @@ def train_tokenizer(texts: list[str], *, vocab_size: int = VOCAB_SIZE) -> Tokeni
 
 
 def tokenizer_config(
-    tokenizer: Tokenizer, *, eos_token: str = END_OF_TEXT, model_max_length: int = 8192
+    tokenizer: Tokenizer, *, eos_token: str = END_OF_TURN, model_max_length: int = 8192
 ) -> dict:
     """The content of `tokenizer_config.json`, in the form that `transformers` and vLLM read without remote
     code."""
@@ -155,7 +155,7 @@ def tokenizer_config(
 
 
 def write_tokenizer(
-    tokenizer: Tokenizer, folder: Path, *, eos_token: str = END_OF_TEXT, model_max_length: int = 8192
+    tokenizer: Tokenizer, folder: Path, *, eos_token: str = END_OF_TURN, model_max_length: int = 8192
 ) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` (see `tokenizer_config` for the options) to
     `folder`."""
@@ -311,7 +311,7 @@ def tokenize_corpus(
         texts += ["".join(parts) for parts in rendered["train_dialogues"][:DIALOGUES_FOR_VOCABULARY]]
         _say(f"training a vocabulary of {vocab_size} on {sum(map(len, texts)):,} characters")
         tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
-        write_tokenizer(tokenizer, tokenizer_folder, eos_token=END_OF_TURN)
+        write_tokenizer(tokenizer, tokenizer_folder)
     out.mkdir(parents=True, exist_ok=True)
     summary: dict = {
         "vocab_size": tokenizer.get_vocab_size(),
