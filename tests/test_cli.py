@@ -709,6 +709,17 @@ def test_score_of_a_checkpoint(run, talking, fixed_data, tmp_path):
     assert len(content["scores"]["dialogue"]["replies"]) == 20
 
 
+def test_score_reads_as_many_windows_as_are_asked_for(run, talking, fixed_data):
+    seen = {}
+    for windows in ("1", "3", "all"):
+        code, out, _ = run("score", talking, "--only", "perplexity", "--windows", windows, "--json", "-")
+        seen[windows] = json.loads(out)["scores"]["perplexity"]["predicted"]
+        assert code == 0
+    assert seen["1"] == 512 and seen["3"] == 3 * 512 < seen["all"]
+    code, _, err = run("score", talking, "--windows", "0")
+    assert code == 2 and "argument --windows: expected a whole number of at least 1, or all, found '0'" in err
+
+
 def test_score_of_a_model_that_computes_nan_is_zero_with_the_reason(run, talking, fixed_data):
     code, out, _ = run("score", talking, "--only", "dialogue", "--policy", "factored", "--json", "-")
     content = json.loads(out)

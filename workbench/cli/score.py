@@ -34,6 +34,8 @@ def add(commands) -> None:
     parser.add_argument("--model", metavar="NAME", help="the server's model; default: the only one it has")
     parser.add_argument("--dialogues", metavar="N", type=int, default=20, help="20 (default) or 200")
     parser.add_argument("--recall", metavar="N", type=int, default=20, help="20 (default) or 100")
+    parser.add_argument("--windows", metavar="N|all", type=_windows, default=20,
+                        help="held-out windows of 512 tokens for perplexity and drafts (20)")  # fmt: skip
     parser.add_argument("--only", metavar="NAME", action="append", default=[], choices=FIGURES,
                         help=f"one of {', '.join(FIGURES)}; may be given several times; default: all")  # fmt: skip
     parser.add_argument("--minimum", metavar="NAME=SHARE", action="append", default=[],
@@ -87,7 +89,7 @@ def _of_checkpoint(
     for name, dialogues in asked.items():
         found[name] = quality.dialogue_score(model, tokenizer, dialogues, progress=_progress(name))
     if {"perplexity", "drafts"} & set(wanted):
-        tokens = quality.heldout_tokens(tokenizer)
+        tokens = quality.heldout_tokens(tokenizer, windows=options.windows)
     if "perplexity" in wanted:
         found["perplexity"] = quality.perplexity(model, tokens, tokenizer=tokenizer)
     # A model may lack the head; only where the figure was asked for by name is that an error.
@@ -118,6 +120,15 @@ def _of_server(
         for name, dialogues in asked.items()
     }
     return found, {"url": options.url, "model": options.model}
+
+
+def _windows(text: str) -> int | None:
+    """The number of windows, None for all of the text."""
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, or all, found {text!r}")
+    return int(text)
 
 
 def _progress(name: str):
