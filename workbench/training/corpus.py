@@ -37,7 +37,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
+from workbench.training.command import one_line_errors
 
 CORPUS_FORMAT = 1
 DEFAULT_SEED = 20260
@@ -788,6 +789,7 @@ def _say(line: str) -> None:
     print(f"corpus: {line}", flush=True)
 
 
+@one_line_errors
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 done, 2 unusable input)."""
     parser = argparse.ArgumentParser(
@@ -819,18 +821,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--share", type=float, default=HELDOUT_SHARE, help="held-out share of a source (default %(default)s)"
     )
     options = parser.parse_args(arguments)
-    try:
-        build_corpus(
-            options.work, options.out, local=options.local, seed=options.seed, share=options.share,
-            other_versions=options.other_versions,
-        )  # fmt: skip
-        if options.data is not None:
-            for name, target in (("heldout.jsonl", "heldout.jsonl"), ("manifest.json", "corpus.json")):
-                write_atomic(options.data / target, (options.out / name).read_bytes())
-                _say(f"{options.data / target}: copy of {name}")
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    build_corpus(
+        options.work, options.out, local=options.local, seed=options.seed, share=options.share,
+        other_versions=options.other_versions,
+    )  # fmt: skip
+    if options.data is not None:
+        for name, target in (("heldout.jsonl", "heldout.jsonl"), ("manifest.json", "corpus.json")):
+            write_atomic(options.data / target, (options.out / name).read_bytes())
+            _say(f"{options.data / target}: copy of {name}")
     return 0
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import plots
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
+from workbench.training.command import one_line_errors
 from workbench.training.corpus import write_atomic
 
 NEEDED = ("step", "next", "heldout")
@@ -45,6 +46,7 @@ def joined(paths: list[Path]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
+@one_line_errors
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 done, 2 unusable input)."""
     parser = argparse.ArgumentParser(
@@ -54,16 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("curves", metavar="CSV", nargs="+", type=Path, help="curve.csv of each run, in order")
     parser.add_argument("--out", type=Path, required=True, help="directory for training_curve.csv and .svg")
     options = parser.parse_args(arguments)
-    try:
-        curve = joined(options.curves)
-        plate = plots.training_curve(curve)
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(options.out / "training_curve.csv", curve.to_csv(index=False).encode())
-        write_atomic(options.out / "training_curve.svg", plate.svg().encode())
-        print(plate.caption)
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    curve = joined(options.curves)
+    plate = plots.training_curve(curve)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out / "training_curve.csv", curve.to_csv(index=False).encode())
+    write_atomic(options.out / "training_curve.svg", plate.svg().encode())
+    print(plate.caption)
     return 0
 
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from random import Random
 
 from workbench.dialogue import Dialogue, ExpectedAnswer, ExpectedCall
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
 from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
+from workbench.training.command import one_line_errors
 from workbench.training.corpus import Document, read_documents, write_atomic
 from workbench.training.grammar import RULES_WITH_FILLER, Conversation, sample
 
@@ -255,6 +256,7 @@ def _say(line: str) -> None:
     print(f"dialogues: {line}", flush=True)
 
 
+@one_line_errors
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 done, 2 unusable input)."""
     parser = argparse.ArgumentParser(
@@ -273,14 +275,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=SEED, help="seed of all draws (%(default)s)")
     options = parser.parse_args(arguments)
-    try:
-        write_dialogues(
-            options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed,
-            mix=MIXES[options.mix],
-        )  # fmt: skip
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    write_dialogues(
+        options.corpus, options.out, options.data, options.template, count=options.count, seed=options.seed,
+        mix=MIXES[options.mix],
+    )  # fmt: skip
     return 0
 
 

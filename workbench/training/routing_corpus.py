@@ -21,8 +21,9 @@ from pathlib import Path
 
 from workbench.analysis.routing import RoutingText
 from workbench.dialogue import Dialogue, ExpectedCall, read_dialogues
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
 from workbench.tokenizer import CHAT_TEMPLATE_FILE, render_chat
+from workbench.training.command import one_line_errors
 from workbench.training.corpus import Document, read_documents, write_atomic
 from workbench.training.dialogues import read_template
 
@@ -105,6 +106,7 @@ def routing_corpus(documents: Iterable[Document], dialogues: Iterable[Dialogue],
     return [*prose(documents), *code(), *spoken, *repeated()]
 
 
+@one_line_errors
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workbench.training.routing_corpus", description=__doc__.splitlines()[0]
@@ -114,17 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data = options.data
     template = options.template or data / "miniature" / CHAT_TEMPLATE_FILE
-    try:
-        texts = routing_corpus(
-            read_documents(data / "heldout.jsonl"),
-            read_dialogues(data / "dialogues.jsonl"),
-            read_template(template),
-        )
-        lines = [json.dumps(dataclasses.asdict(text), ensure_ascii=False) + "\n" for text in texts]
-        write_atomic(data / "routing.jsonl", "".join(lines).encode())
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    texts = routing_corpus(
+        read_documents(data / "heldout.jsonl"),
+        read_dialogues(data / "dialogues.jsonl"),
+        read_template(template),
+    )
+    lines = [json.dumps(dataclasses.asdict(text), ensure_ascii=False) + "\n" for text in texts]
+    write_atomic(data / "routing.jsonl", "".join(lines).encode())
     print(f"{data / 'routing.jsonl'}: {len(texts)} texts, {sum(len(text.text) for text in texts)} characters")
     return 0
 

@@ -43,7 +43,8 @@ from tokenizers import (
     trainers,
 )
 
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
+from workbench.training.command import one_line_errors
 from workbench.training.corpus import Document, read_documents, sha256_of_file, write_atomic
 
 VOCAB_SIZE = 4096
@@ -358,6 +359,7 @@ def _say(line: str) -> None:
     print(f"tokenize: {line}", flush=True)
 
 
+@one_line_errors
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 done, 2 unusable input)."""
     parser = argparse.ArgumentParser(
@@ -384,17 +386,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--reuse", action="store_true", help="use the tokenizer that is there instead of training one"
     )
     options = parser.parse_args(arguments)
-    try:
-        tokenize_corpus(
-            options.corpus,
-            options.out,
-            tokenizer_folder=options.tokenizer,
-            vocab_size=options.vocab_size,
-            reuse=options.reuse,
-        )
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    tokenize_corpus(
+        options.corpus,
+        options.out,
+        tokenizer_folder=options.tokenizer,
+        vocab_size=options.vocab_size,
+        reuse=options.reuse,
+    )
     return 0
 
 

@@ -55,11 +55,12 @@ from workbench import __version__
 from workbench.analysis.language import unigram_perplexity
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.config import ModelConfig
-from workbench.errors import InputError, WorkbenchError, one_line
+from workbench.errors import InputError
 from workbench.kernels import Kernels
 from workbench.loading import device_named
 from workbench.model import CausalLM, SparseBlock
 from workbench.quality import draft_acceptance, perplexity
+from workbench.training.command import one_line_errors
 from workbench.training.corpus import write_atomic
 
 #: Two groups of three linear and one full layer, in shapes that serving engines take: heads of 64, sizes in 64s.
@@ -683,6 +684,7 @@ class Run:
         return figures
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workbench.training.train", description=__doc__.split("\n\n")[0],
@@ -704,31 +706,27 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     # TF32 products keep fp32's range; they only shorten the mantissa of the inputs of a matrix product.
     torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        for name in ("evaluate_every", "save_every"):
-            if getattr(arguments, name) < 1:
-                raise InputError(f"{name}: expected at least one step, found {getattr(arguments, name)}")
-        settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
-        extra_files = None if arguments.tokenizer is None else read_tokenizer_files(arguments.tokenizer)
-        run = Run(
-            arguments.tokens, arguments.out, settings, arguments.device,
-            eager=arguments.eager, start_from=arguments.start_from,
-        )  # fmt: skip
-        if run.eager and not arguments.eager:
-            print(f"device {run.device}: no CUDA graph there, each step runs op by op", flush=True)
-        if arguments.resume:
-            run.resume()
-        finished = run.train(
-            evaluate_every=arguments.evaluate_every, save_every=arguments.save_every, seconds_limit=arguments.seconds
-        )
-        if finished:
-            command = "python -m workbench.training.train " + " ".join(sys.argv[1:] if argv is None else argv)
-            print(json.dumps(run.export(command, extra_files), indent=1))
-        else:
-            print(f"stopped at step {run.step} of {settings.steps}; the same command with --resume goes on")
-    except (WorkbenchError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    for name in ("evaluate_every", "save_every"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"{name}: expected at least one step, found {getattr(arguments, name)}")
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
+    extra_files = None if arguments.tokenizer is None else read_tokenizer_files(arguments.tokenizer)
+    run = Run(
+        arguments.tokens, arguments.out, settings, arguments.device,
+        eager=arguments.eager, start_from=arguments.start_from,
+    )  # fmt: skip
+    if run.eager and not arguments.eager:
+        print(f"device {run.device}: no CUDA graph there, each step runs op by op", flush=True)
+    if arguments.resume:
+        run.resume()
+    finished = run.train(
+        evaluate_every=arguments.evaluate_every, save_every=arguments.save_every, seconds_limit=arguments.seconds
+    )
+    if finished:
+        command = "python -m workbench.training.train " + " ".join(sys.argv[1:] if argv is None else argv)
+        print(json.dumps(run.export(command, extra_files), indent=1))
+    else:
+        print(f"stopped at step {run.step} of {settings.steps}; the same command with --resume goes on")
     return 0
 
 
