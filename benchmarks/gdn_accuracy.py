@@ -21,7 +21,7 @@ from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import relative_error
 from workbench.kernels.gated_delta_rule.extremes import EXTREMES
 from workbench.kernels.gated_delta_rule.reference import oracle
-from workbench.numerics import PRESETS, SOLVERS, NumericsPolicy
+from workbench.numerics import ACCURATE_SOLVERS, PRESETS, NumericsPolicy
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 3e-6
@@ -30,7 +30,7 @@ CHUNKS = (16, 32, 64, 128)
 
 
 def policies() -> dict[str, NumericsPolicy]:
-    accurate = {f"safe, {solver}": dataclasses.replace(PRESETS["safe"], solver=solver) for solver in SOLVERS}
+    accurate = {f"safe, {solver}": dataclasses.replace(PRESETS["safe"], solver=solver) for solver in ACCURATE_SOLVERS}
     return accurate | {name: PRESETS[name] for name in ("segsum", "fp32_cumsum")}
 
 

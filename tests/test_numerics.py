@@ -18,6 +18,7 @@ from workbench.numerics import (
     SAFE,
     SMALLEST_NORMAL,
     SOLVERS,
+    Clamp,
     NumericsPolicy,
     resolve_policy,
 )
@@ -53,10 +54,22 @@ def test_exp_limits_of_the_narrow_formats_hold_for_a_rounded_result(name):
     assert rounded_exp(-EXP_UNDERFLOW[name] + 0.1) > 0.0 and rounded_exp(-EXP_UNDERFLOW[name] - 0.1) == 0.0
 
 
+def one_clamp(**changes) -> dict:
+    return {"clamps": [{"site": "raw_gate", "phase": "both", "lo": 0.0, "hi": 1.0} | changes]}
+
+
 def test_the_default_is_safe():
     assert NumericsPolicy() == SAFE == PRESETS["safe"] == resolve_policy(None)
     assert (SAFE.exponent, SAFE.cumsum, SAFE.state_dtype) == ("difference_then_mask", "float64", "float32")
-    assert (SAFE.chunk, SAFE.clamps) == (64, ())
+    assert (SAFE.chunk, SAFE.clamps, SAFE.nan_to_num) == (64, (), False)
+
+
+def test_a_clamp_acts_in_its_phase_alone():
+    clamp = Clamp(site="state", phase="decode", lo=-1.0, hi=1.0)
+    policy = NumericsPolicy(clamps=(clamp, Clamp(site="raw_gate", lo=-5.0, hi=2.0)))
+    assert policy.clamp("state", "decode") is clamp and policy.clamp("state", "prefill") is None
+    assert policy.clamp("raw_gate", "prefill") == policy.clamp("raw_gate", "decode") != None  # noqa: E711
+    assert len({policy, NumericsPolicy.from_json(policy.to_json())}) == 1  # hashable, and equal after JSON
 
 
 def test_each_preset_is_what_its_name_says():
@@ -69,7 +82,9 @@ def test_each_preset_is_what_its_name_says():
 @pytest.mark.parametrize("policy", PRESETS.values(), ids=PRESETS)
 def test_json_keeps_every_field(policy):
     text = json.dumps(policy.to_json())
-    assert set(json.loads(text)) == {"exponent", "cumsum", "state_dtype", "solver", "chunk", "clamps"}
+    assert set(json.loads(text)) == {
+        "exponent", "cumsum", "state_dtype", "solver", "chunk", "clamps", "nan_to_num"
+    }  # fmt: skip
     assert NumericsPolicy.from_json(json.loads(text)) == policy
 
 
@@ -82,14 +97,27 @@ def test_absent_fields_take_the_safe_value():
     ("fields", "message"),
     [
         ({"exponent": "fast"}, "field exponent: expected one of difference_then_mask, .*found 'fast'"),
-        ({"cumsum": "bfloat16"}, "field cumsum: expected one of float64, float32, segsum, found 'bfloat16'"),
+        ({"cumsum": "float8"}, "field cumsum: expected one of float64, float32, segsum, .*found 'float8'"),
         ({"solver": "neumann"}, "field solver: expected one of .*found 'neumann'"),
         ({"state_dtype": "bfloat16"}, "field state_dtype: expected float32 or float64, found 'bfloat16'"),
         ({"chunk": 0}, "field chunk: expected a whole number from 1 to 1024, found 0"),
         ({"chunk": 2048}, "field chunk: .* found 2048"),
         ({"chunk": 64.0}, "field chunk: .* found 64.0"),
         ({"chunk": True}, "field chunk: .* found True"),
-        ({"clamps": [{"site": "cumsum", "lo": -20}]}, "field clamps: expected an empty list, found 1 clamps"),
+        ({"clamps": [{"site": "cumsum", "lo": -20}]}, "clamps: expected site, phase, lo, hi in each, found no 'hi'"),
+        ({"clamps": [{"site": "cumsum", "lo": 0, "hi": 1, "at": 2}]}, "field clamps: .* found unknown 'at'"),
+        ({"clamps": [3]}, "field clamps: expected objects, found int"),
+        (one_clamp(site="gate"), "clamps.site: expected one of A_log, .*found 'gate'"),
+        (one_clamp(phase="training"), "clamps.phase: expected one of prefill, decode, both, found 'training'"),
+        (one_clamp(lo=2.0), "clamps at raw_gate: expected lo <= hi, found 2 and 1"),
+        (one_clamp(hi=float("nan")), "clamps.hi: expected a finite number, found nan"),
+        (one_clamp(hi=True), "clamps.hi: expected a finite number, found True"),
+        (one_clamp(site="cumsum", phase="both"), "clamps at cumsum: expected phase 'prefill'.* found 'both'"),
+        (one_clamp(site="decode_gate", phase="prefill"), "clamps at decode_gate: expected phase 'decode'"),
+        (one_clamp(site="solve_rows", phase="prefill"), "clamps at solve_rows: expected solver row_loop.*block_substi"),
+        (one_clamp(site="cumsum", phase="prefill") | {"cumsum": "segsum"}, "at cumsum: expected a cumulative sum"),
+        ({"clamps": 2 * one_clamp()["clamps"]}, "expected one clamp at raw_gate in prefill, found two"),
+        ({"nan_to_num": 1}, "nan_to_num: expected true or false, found 1"),
         ({"clamps": "none"}, "field clamps: expected a list, found str"),
         ({"chunks": 64}, "unknown field 'chunks', expected chunk, clamps, cumsum, exponent, "),
         ([], "expected a JSON object, found list"),

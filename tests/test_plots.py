@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 
 from workbench import plots
 from workbench.analysis import gates
+from workbench.analysis.overflow import COMPARED
 from workbench.numerics import PRESETS
 
 NAN = math.nan
@@ -105,10 +106,10 @@ def test_words_of_a_figure_are_escaped():
     assert "<b>" not in plate._repr_html_() and "&lt;b&gt;&amp;" in plate._repr_html_()
 
 
-def test_every_preset_policy_has_a_look_of_its_own():
-    assert set(plots.POLICY_STYLE) == set(PRESETS)
+def test_every_policy_that_a_report_compares_has_a_look_of_its_own():
+    assert set(plots.POLICY_STYLE) == set(COMPARED) <= set(PRESETS)
     colors, markers, _ = zip(*plots.POLICY_STYLE.values(), strict=True)
-    assert len(set(colors)) == len(set(markers)) == len(PRESETS)
+    assert len(set(colors)) == len(set(markers)) == len(COMPARED)
 
 
 def test_gate_ranges_label_the_limits_and_count_the_heads_beyond_them():

@@ -10,7 +10,7 @@ import torch
 
 from workbench.analysis import nans, parity
 from workbench.analysis.runs import Continuation, Run
-from workbench.numerics import EXP_OVERFLOW, PRESETS
+from workbench.numerics import EXP_OVERFLOW
 
 
 def overflow_findings(
@@ -62,9 +62,13 @@ def overflow_findings(
     }
 
 
+#: Presets that differ in the exponent and its sum alone, the accurate ones first.
+COMPARED = ("safe", "fp32_cumsum", "segsum", "factored", "factored_mask_after", "mask_after", "multiply_mask")
+
+
 def policies_to_compare(unsafe: str, full: bool) -> list[str]:
-    """The safe policy, its two near relatives and the unsafe one; with `full` every preset."""
-    chosen = list(PRESETS) if full else ["safe", "fp32_cumsum", "segsum"]
+    """The safe policy, its two near relatives and the unsafe one; with `full` every one of COMPARED."""
+    chosen = COMPARED if full else COMPARED[:3]
     return list(dict.fromkeys([*chosen, unsafe]))
 
 

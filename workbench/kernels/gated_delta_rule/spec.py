@@ -25,6 +25,7 @@ from torch import Tensor
 
 from workbench.errors import InputError
 from workbench.kernels.registry import Call
+from workbench.numerics import Clamp, NumericsPolicy
 
 OP = "gated_delta_rule"
 
@@ -32,6 +33,26 @@ OP = "gated_delta_rule"
 def automatic_order(call: Call) -> tuple[str, ...]:
     """One token: the recurrence itself. More: chunks."""
     return ("torch_recurrent", "torch_chunk") if call.tokens == 1 else ("torch_chunk", "torch_recurrent")
+
+
+def phase_of(tokens: int) -> str:
+    """`decode` for a call of one token, `prefill` for any other: what the phase of a clamp refers to."""
+    return "decode" if tokens == 1 else "prefill"
+
+
+def limited(x: Tensor, clamp: Clamp | None) -> Tensor:
+    """`x` within the limits of `clamp`; NaN stays NaN. None changes nothing."""
+    return x if clamp is None else x.clamp(clamp.lo, clamp.hi)
+
+
+def limited_gates(log_decay: Tensor, policy: NumericsPolicy, phase: str) -> Tensor:
+    """The gates of a call after the clamps that every form of the rule has: raw_gate and, in decode, decode_gate."""
+    return limited(limited(log_decay, policy.clamp("raw_gate", phase)), policy.clamp("decode_gate", phase))
+
+
+def without_nan(policy: NumericsPolicy, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The results of a call, zero for each NaN where the policy asks for it, as it was done in the field."""
+    return tuple(x.nan_to_num(nan=0.0) for x in tensors) if policy.nan_to_num else tensors
 
 
 def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int] | None:

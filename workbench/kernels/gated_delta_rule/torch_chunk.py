@@ -27,7 +27,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.registry import Call
-from workbench.numerics import NumericsPolicy
+from workbench.numerics import Clamp, NumericsPolicy
 from workbench.taps import Tap
 
 
@@ -95,6 +95,9 @@ def chunk_layout(batch: int, tokens: int, chunk: int, bounds: list[int] | None, 
     return ChunkLayout(batch, tokens, chunk, torch.cat(rows).to(device), active, order.to(device))
 
 
+#: Cumulative sums that are held in half precision, and the format.
+NARROW_CUMSUMS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 #: exp(x) = exp2(LOG2_E x).
 LOG2_E = math.log2(math.e)
 
@@ -106,11 +109,13 @@ class Exponents:
     Under cumsum `float64` both are float64 and in base 2: the factor costs nothing there, is applied before rounding,
     and torch's exp2 takes a quarter of the time of its exp on a CPU, a twelfth where arguments are -inf. Otherwise
     they are natural and in the dtype of the gates; under `segsum` an entry above the diagonal is zero, an empty window.
+    Under `bfloat16` and `float16` both are held, and exp is taken, in that format.
     """
 
     cumsum: Tensor
     differences: Tensor
     is_base_2: bool
+    is_narrow: bool = False
 
     @classmethod
     def of(cls, log_decay: Tensor, cumsum: Tensor, kind: str) -> Exponents:
@@ -120,18 +125,39 @@ class Exponents:
             rows = log_decay.shape[-1]
             differences = log_decay[..., :, None].expand(*log_decay.shape, rows).tril(-1).cumsum(-2)
         else:
+            if kind in NARROW_CUMSUMS:
+                cumsum = cumsum.to(NARROW_CUMSUMS[kind])
             cumsum = cumsum * LOG2_E if is_base_2 else cumsum
             differences = cumsum[..., :, None] - cumsum[..., None, :]
-        return cls(cumsum, differences, is_base_2)
+        return cls(cumsum, differences, is_base_2, kind in NARROW_CUMSUMS)
+
+    def limited(self, exponent: Tensor, clamp: Clamp | None) -> Tensor:
+        """`exponent`, one of these or made of them, clamped to limits in nats."""
+        if clamp is None:
+            return exponent
+        scale = LOG2_E if self.is_base_2 else 1.0
+        largest = torch.finfo(exponent.dtype).max  # beyond it a limit cannot be written in this format, nor bind
+        return exponent.clamp(max(clamp.lo * scale, -largest), min(clamp.hi * scale, largest))
 
     def exp(self, exponent: Tensor, dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
         """exp of `cumsum`, `differences` or a part of them: rounded to `dtype`, `mask` added, then the exponential."""
+        if self.is_narrow:
+            return (exponent if mask is None else exponent + mask.to(exponent.dtype)).exp().to(dtype)
         rounded = exponent.to(dtype)
         if rounded is exponent:
             rounded = rounded.clone() if mask is None else rounded + mask
         elif mask is not None:
             rounded += mask
         return rounded.exp2_() if self.is_base_2 else rounded.exp_()
+
+
+#: Forms in which the decay of a pair is a product of a factor for each of the two.
+FACTORED_FORMS = ("factored", "factored_mask_after", "midpoint")
+
+
+def anchor(cumsum: Tensor, form: str) -> Tensor | float:
+    """What a factored form subtracts from G [M, V, C] before exp: nothing, or half-way between its ends [M, V, 1]."""
+    return 0.5 * (cumsum[..., :1] + cumsum[..., -1:]) if form == "midpoint" else 0.0
 
 
 def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tensor:
@@ -142,12 +168,13 @@ def pairwise_decay(exponents: Exponents, form: str, dtype: torch.dtype) -> Tenso
         mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1)
         return exponents.exp(exponents.differences, dtype, mask)
     upper = torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
-    if form in ("factored", "factored_mask_after"):
-        rising, falling = exponents.exp(exponents.cumsum, dtype), exponents.exp(-exponents.cumsum, dtype)
+    if form in FACTORED_FORMS:
+        centred = exponents.cumsum - anchor(exponents.cumsum, form)
+        rising, falling = exponents.exp(centred, dtype), exponents.exp(-centred, dtype)
         decay = rising[..., :, None] * falling[..., None, :]
     else:
         decay = exponents.exp(exponents.differences, dtype)
-    if form in ("factored_mask_after", "mask_after"):
+    if form in ("factored_mask_after", "midpoint", "mask_after"):
         return decay.masked_fill(upper, 0.0)
     return decay * ~upper  # inf * 0 is NaN: the fault that these forms are kept to show
 
@@ -210,8 +237,24 @@ def block_substitution(lower: Tensor, right: Tensor) -> Tensor:
     return torch.cat(solved, dim=1)[:, :size]
 
 
-def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str) -> Tensor:
-    """(I + kkt)^-1 right for a strictly lower kkt [M, V, C, C] and right [M, V, C, R]."""
+def doubling_inverse(lower: Tensor) -> Tensor:
+    """(I + lower)^-1 [..., C, C] as (I - lower)(I + lower^2)(I + lower^4)...: exact in exact arithmetic alone."""
+    power = -lower
+    inverse = power + torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    for _ in range(1, math.ceil(math.log2(max(2, lower.shape[-1])))):
+        power = power @ power
+        inverse = inverse + inverse @ power
+    return inverse
+
+
+def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str, row_clamp: Clamp | None = None) -> Tensor:
+    """(I + kkt)^-1 right for a strictly lower kkt [M, V, C, C] and right [M, V, C, R].
+
+    `row_clamp` limits each row as soon as it is known (`row_loop` alone). `ungated_inverse` is not one of these
+    solvers: it needs the matrix without decay, see `ungated_solve`.
+    """
+    if solver == "doubling":
+        return doubling_inverse(kkt.tril(-1)) @ right
     if solver == "solve_triangular":
         return torch.linalg.solve_triangular(kkt, right, upper=False, unitriangular=True)
     if solver == "block_substitution":
@@ -221,8 +264,17 @@ def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str) -> Tensor:
         row = right[..., i, :]
         if rows:
             row = row - (kkt[..., i : i + 1, :i] @ torch.stack(rows, dim=-2)).squeeze(-2)
-        rows.append(row)
+        rows.append(row if row_clamp is None else row.clamp(row_clamp.lo, row_clamp.hi))
     return torch.stack(rows, dim=-2)
+
+
+def ungated_solve(ungated: Tensor, decay: Tensor, right: Tensor) -> Tensor:
+    """(I + kkt)^-1 right as (D o (I + ungated)^-1) right, with kkt = D o ungated below the diagonal.
+
+    D_ij = e^(G_i) e^(-G_j) is a diagonal similarity in exact arithmetic; D itself is formed without either factor.
+    """
+    eye = torch.eye(right.shape[-2], dtype=right.dtype, device=right.device).expand_as(ungated)
+    return (unit_lower_solve(ungated, eye, "block_substitution") * decay) @ right
 
 
 @dataclass(slots=True)
@@ -243,6 +295,7 @@ def evaluate(
     scan: Scan,
     active: Sequence[int],
     policy: NumericsPolicy,
+    phase: str,
     tap: Tap | None,
 ) -> Tensor:
     """Chunks of consecutive steps: `active[n]` of them in step n. Moves `scan` on, returns the output [M, C, V, W].
@@ -260,42 +313,64 @@ def evaluate(
     # State-free: everything that no chunk needs another one for.
     if policy.cumsum == "float64":
         log_decay = log_decay.double()
-    cumsum = taps.observe(tap, taps.GDN_CUMSUM, log_decay.cumsum(-1))
+    cumsum = taps.observe(tap, taps.GDN_CUMSUM, spec.limited(log_decay.cumsum(-1), policy.clamp("cumsum", phase)))
     exponents = Exponents.of(log_decay, cumsum, policy.cumsum)
     decay = taps.observe(tap, taps.GDN_DECAY, pairwise_decay(exponents, policy.exponent, dtype))
     since_start = exponents.exp(exponents.cumsum, dtype)[..., None]  # [M, V, C, 1]
-    if policy.exponent.startswith("factored"):
-        until_end = since_start[..., -1:, :] * exponents.exp(-exponents.cumsum, dtype)[..., None]
+
+    of_update = policy.clamp("state_update", phase)
+    if policy.exponent in FACTORED_FORMS:
+        middle = anchor(exponents.cumsum, policy.exponent)
+        rising = exponents.exp(exponents.limited(exponents.cumsum[..., -1:] - middle, of_update), dtype)
+        until_end = (rising * exponents.exp(exponents.limited(middle - exponents.cumsum, of_update), dtype))[..., None]
     else:
-        until_end = exponents.exp(exponents.differences[..., -1, :], dtype)[..., None]
+        until_end = exponents.exp(exponents.limited(exponents.differences[..., -1, :], of_update), dtype)[..., None]
+    # The same exponential where nothing is clamped; one of its own for each place where a policy does.
+    of_whole, of_keys, of_queries = (
+        since_start if clamp is None else exponents.exp(exponents.limited(exponents.cumsum, clamp), dtype)[..., None]
+        for clamp in (of_update, policy.clamp("k_decay", phase), policy.clamp("inter_attention", phase))
+    )
+    of_whole = of_whole[..., -1:, :]  # [M, V, 1, 1]
     del exponents
 
     k_transposed, k_grouped = k.transpose(-1, -2), k.unsqueeze(2)
     decay_grouped = by_key_head(decay)
-    kkt = ((k @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2).mul_(beta)
+    products = (k @ k_transposed).unsqueeze(2)
+    kkt = (products * decay_grouped).flatten(1, 2).mul_(beta)
+    ungated = (products * by_key_head(beta)).flatten(1, 2) if policy.solver == "ungated_inverse" else None
     if tap is not None:
-        kkt = tap(taps.GDN_KKT, kkt.tril_(-1))  # no solver reads the diagonal or what is above it
-    scale = by_key_head(beta * since_start)
+        kkt = kkt.tril_(-1)  # no solver reads the diagonal or what is above it
+        seen = tap(taps.GDN_KKT, kkt)
+        # A matrix that an observer has changed has no form without decay any more.
+        kkt, ungated = seen, ungated if seen is kkt else None
+    scale = by_key_head(beta * of_keys)
     if torch.is_grad_enabled():
         right = torch.cat([beta * v, (scale * k_grouped).flatten(1, 2)], dim=-1)
     else:  # the same without a copy: both products are written where they belong
         right = v.new_empty(*v.shape[:-1], value_dim + k.shape[-1])
         torch.mul(v, beta, out=right[..., :value_dim])
         torch.mul(k_grouped, scale, out=by_key_head(right[..., value_dim:]))
+
+    def solve(right: Tensor) -> Tensor:
+        if ungated is not None:
+            return ungated_solve(ungated, decay, right)
+        solver = "block_substitution" if policy.solver == "ungated_inverse" else policy.solver
+        return unit_lower_solve(kkt, right, solver, policy.clamp("solve_rows", phase))
+
     solved = None
     if tap is not None:
         # No step needs the inverse itself; it is formed for the observer, and used only where the observer changes it.
-        inverse = unit_lower_solve(kkt, torch.eye(chunk, dtype=dtype, device=q.device).expand_as(kkt), policy.solver)
+        inverse = solve(torch.eye(chunk, dtype=dtype, device=q.device).expand_as(kkt))
         seen = tap(taps.GDN_INVERSE, inverse)
         solved = seen @ right if seen is not inverse else None
     if solved is None:
-        solved = unit_lower_solve(kkt, right, policy.solver)
+        solved = solve(right)
     u = taps.observe(tap, taps.GDN_U, solved[..., :value_dim])
     w = taps.observe(tap, taps.GDN_W, solved[..., value_dim:])
     intra = ((q @ k_transposed).unsqueeze(2) * decay_grouped).flatten(1, 2)
     intra = taps.observe(tap, taps.GDN_INTRA, intra)
     writers = (by_key_head(until_end) * k_grouped).flatten(1, 2)  # [M, V, C, K]
-    readers = (by_key_head(since_start) * q.unsqueeze(2)).flatten(1, 2)  # [M, V, C, K]
+    readers = (by_key_head(of_queries) * q.unsqueeze(2)).flatten(1, 2)  # [M, V, C, K]
 
     # The scan, with sequences and value heads in one batch axis.
     counts = [count * value_heads for count in active]
@@ -304,10 +379,11 @@ def evaluate(
         u.flatten(0, 1).split(counts),
         w.flatten(0, 1).split(counts),
         writers.flatten(0, 1).transpose(-1, -2).split(counts),
-        since_start[..., -1:, :].flatten(0, 1).split(counts),
+        of_whole.flatten(0, 1).split(counts),
         strict=True,
     )
     entered, corrections, left = [], [], []
+    of_state = policy.clamp("state", phase)
     has_empty = counts[0] < scan.state.shape[0]  # packed sequences without a token
     for count, u_now, w_now, writers_now, decay_now in steps:
         if count < scan.state.shape[0]:
@@ -316,7 +392,7 @@ def evaluate(
         entered.append(scan.state)
         correction = torch.baddbmm(u_now, w_now, scan.state, alpha=-1.0)  # v' = u - w S
         corrections.append(correction)
-        scan.state = (scan.state * decay_now).baddbmm_(writers_now, correction)
+        scan.state = spec.limited((scan.state * decay_now).baddbmm_(writers_now, correction), of_state)
         if tap is not None:
             left.append(scan.state)
     if tap is not None:
@@ -333,16 +409,17 @@ def evaluate(
     return out.view(v.shape).transpose(1, 2).contiguous()
 
 
-#: Chunks times value heads that are evaluated together: few enough for the caches of a CPU, many enough for a GPU,
-#: where it bounds the memory. An observer sees all chunks at once.
-MATRICES_AT_ONCE = {"cpu": 32, "cuda": 8192}
+#: Byte budget of one [C, C] matrix per chunk and value head, of which the state-free phase holds about six at a time:
+#: few enough for the caches of a CPU, many enough for a GPU, where it bounds the memory (all chunks of 100k tokens at
+#: once would be 0.8 GB a matrix at 32 heads). An observer sees all chunks at once.
+BYTES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 
-def groups(active: Sequence[int], value_heads: int, limit: int) -> list[list[int]]:
-    """Consecutive steps, as many as stay below `limit` matrices together, at least one."""
+def groups(active: Sequence[int], matrices: int, limit: int) -> list[list[int]]:
+    """Consecutive steps, as many as stay within `limit` bytes with `matrices` bytes a chunk, at least one."""
     parts: list[list[int]] = [[]]
     for count in active:
-        if parts[-1] and (sum(parts[-1]) + count) * value_heads > limit:
+        if parts[-1] and (sum(parts[-1]) + count) * matrices > limit:
             parts.append([])
         parts[-1].append(count)
     return parts
@@ -361,6 +438,26 @@ def run(
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `spec` for shapes. Emits cumsum, decay, kkt, inverse, u, w, intra, inter and state to `tap`."""
+    return run_in_parts(
+        q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy,
+        tap=tap, limit=BYTES_AT_ONCE.get(q.device.type, BYTES_AT_ONCE["cuda"]),
+    )  # fmt: skip
+
+
+def run_in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    policy: NumericsPolicy,
+    tap: Tap | None,
+    limit: int,
+) -> tuple[Tensor, Tensor]:
+    """`run` with at most `limit` bytes a matrix in the state-free phase; 0 evaluates chunk after chunk."""
     batch, tokens, _, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.promote_types(torch.float32, getattr(torch, policy.state_dtype)))
@@ -373,11 +470,13 @@ def run(
         state = initial_state.to(dtype)
         state = state if layout.order is None else state[layout.order]
     scan = Scan(state.flatten(0, 1), [])
+    phase = spec.phase_of(tokens)
+    log_decay = spec.limited_gates(log_decay, policy, phase)
 
     q, k, v_split, log_decay, beta = (layout.split(x) for x in (q, k, v, log_decay, beta))
     log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
-    limit = MATRICES_AT_ONCE.get(q.device.type, MATRICES_AT_ONCE["cuda"])
-    parts = [list(layout.active)] if tap is not None else groups(layout.active, value_heads, limit)
+    matrices = value_heads * layout.chunk**2 * dtype.itemsize
+    parts = [list(layout.active)] if tap is not None else groups(layout.active, matrices, limit)
     outs, first = [], 0
     for active in parts:
         here = slice(first, first + sum(active))
@@ -387,10 +486,10 @@ def run(
         outs.append(
             evaluate(
                 q_here, k_here, v_here, log_decay[here], beta_here,
-                scan=scan, active=active, policy=policy, tap=tap,
+                scan=scan, active=active, policy=policy, phase=phase, tap=tap,
             )
         )  # fmt: skip
     out = layout.join(torch.cat(outs)).to(v.dtype)
 
     state = torch.cat([scan.state, *reversed(scan.finished)]).unflatten(0, (-1, value_heads))
-    return out, state if layout.order is None else state[torch.argsort(layout.order)]
+    return spec.without_nan(policy, out, state if layout.order is None else state[torch.argsort(layout.order)])

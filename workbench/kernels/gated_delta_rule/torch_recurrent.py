@@ -10,24 +10,29 @@ from torch import Tensor
 from workbench import taps
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.registry import Call
-from workbench.numerics import NumericsPolicy
+from workbench.numerics import CHUNK_SITES, Clamp, NumericsPolicy
 from workbench.taps import Tap
 
 
 def supports(call: Call) -> str | None:
+    if call.tokens == 1:
+        return None
+    for site in CHUNK_SITES:
+        if call.policy.clamp(site, "prefill") is not None:
+            return f"the policy clamps {site}, which only the chunked form has; use torch_chunk"
     return None
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token of every sequence and value head, P pairs of them.
+    """One token of every sequence and value head, P pairs of them; `clamp` limits the new state.
 
     q, k [P, 1, K], v [P, 1, W], decay, beta [P, 1, 1], state [P, K, W] -> (out [P, 1, W], new state)
     """
     state = state * decay
     delta = (v - torch.bmm(k, state)) * beta
-    state = torch.addcmul(state, k.transpose(1, 2), delta)
+    state = spec.limited(torch.addcmul(state, k.transpose(1, 2), delta), clamp)
     return torch.bmm(q, state), state
 
 
@@ -43,8 +48,10 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `spec`. Any policy is met: exponent form, cumsum, solver and chunk belong to the chunked form alone."""
+    """See `spec`. Exponent form, cumsum, solver and chunk belong to the chunked form alone, and bind nothing here."""
     batch, tokens, key_heads, key_dim = q.shape
+    phase = spec.phase_of(tokens)
+    log_decay, clamp = spec.limited_gates(log_decay, policy, phase), policy.clamp("state", phase)
     value_heads, value_dim = v.shape[2:]
     state_dtype = torch.promote_types(torch.float32, getattr(torch, policy.state_dtype))
     compute = torch.promote_types(q.dtype, state_dtype)
@@ -65,17 +72,17 @@ def run(
         state = initial_state.to(compute)
 
     if tokens == 1 and sequences == batch:  # a packed row may hold empty sequences besides
-        out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim))
+        out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim), clamp)
     else:
         outs, states = [], []
         for sequence, part in enumerate([(0, tokens)] if bounds is None else itertools.pairwise(bounds)):
             current = (state if bounds is None else state[sequence]).reshape(pairs, key_dim, value_dim)
             for t in range(*part):
                 here = slice(t * pairs, (t + 1) * pairs)
-                out, current = step(q[here], k[here], values[here], decay[here], beta[here], current)
+                out, current = step(q[here], k[here], values[here], decay[here], beta[here], current, clamp)
                 outs.append(out)
             states.append(current)
         out, state = torch.cat(outs), torch.cat(states)
     out = out.view(tokens, batch, value_heads, value_dim).transpose(0, 1)
     state = state.view(sequences, value_heads, key_dim, value_dim)
-    return out.to(v.dtype), taps.observe(tap, taps.GDN_STATE, state)
+    return spec.without_nan(policy, out.to(v.dtype), taps.observe(tap, taps.GDN_STATE, state))
