@@ -63,8 +63,14 @@ PLATES = {
     "paths": lambda: plots.cumsum_paths(paths()),
     "shares": lambda: plots.share_maps([("safe", share_table() * 0), ("factored", share_table())]),
     "errors": lambda: plots.policy_errors(error_table()),
+    "triggers": lambda: plots.triggers(trigger_table(), "factored", 88.7),
     "curve": lambda: plots.training_curve(curve_table()),
 }
+
+
+def trigger_table(observed: tuple[bool, ...] = (True, False, True)) -> pd.DataFrame:
+    spans = (120.0, 3.0, 90.0)
+    return pd.DataFrame({"span": spans, "predicted": [span > 88.7 for span in spans], "observed": observed})
 
 
 def curve_table() -> pd.DataFrame:
@@ -184,3 +190,10 @@ def test_a_training_curve_states_where_it_ends_and_leaves_out_what_was_not_follo
     text_only = plots.training_curve(curve_table().drop(columns="validation_exact")[:2])
     assert text_only.caption == "Held-out text ends at 4.200 nats a token, after 200 steps."
     assert "dialogues" not in texts(text_only) and "held-out text" in texts(text_only)
+
+
+def test_the_trigger_plot_counts_where_the_predicate_is_wrong():
+    right = plots.triggers(trigger_table(), "factored", 88.7).caption
+    wrong = plots.triggers(trigger_table((True, True, True)), "factored", 88.7).caption
+    assert "2 of 3 chunks are not finite" in right and "predicts it for all of them" in right
+    assert "3 of 3 chunks" in wrong and "predicts it for all but 1 of them" in wrong

@@ -423,3 +423,33 @@ def training_curve(curve: pd.DataFrame) -> Plate:
     runs = len(ends)
     caption += f", after {ends[-1]:,} steps" + (f" in {runs} runs (dashed lines)." if runs > 1 else ".")
     return _plate(figure, caption, "Losses over training steps")
+
+
+def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
+    """Decay of every chunk and head in falling order against the limit of exp, from `analysis.policies.triggers`."""
+    ordered = table.sort_values("span", ascending=False).reset_index(drop=True)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(2.8)
+        axes.set_yscale("symlog", linthresh=1.0, linscale=0.5)
+        for observed, color, marker, label in ((False, BLUE, "o", "finite"), (True, RED, "X", "not finite")):
+            rows = ordered[ordered["observed"] == observed]
+            axes.plot(
+                rows.index + 1, rows["span"], linestyle="", marker=marker, color=color, markersize=5,
+                label=f"{label} ({len(rows)})",
+            )  # fmt: skip
+        axes.axhline(limit, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        axes.annotate(
+            f"exp overflows: {limit:.1f}", (1.0, limit), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+            textcoords="offset points", ha="right", va="bottom", fontsize=8,
+        )  # fmt: skip
+        axes.set_ylim(bottom=0.0)
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.set_xlabel("chunks of all layers and heads, strongest decay first")
+        axes.set_ylabel("|G| of the chunk, nats")
+        axes.legend(loc="lower left", title=f"output under {policy}")
+    wrong = int((table["predicted"] != table["observed"]).sum())
+    caption = (
+        f"Under {policy} {int(table['observed'].sum())} of {len(table)} chunks are not finite. That a chunk decays by "
+        f"more than {limit:.1f} nats predicts it for {'all' if not wrong else f'all but {wrong}'} of them."
+    )
+    return _plate(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")

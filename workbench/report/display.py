@@ -26,8 +26,14 @@ class Html:
         return self.text
 
 
+#: Characters from which a cell of a table is a sentence and no name.
+SENTENCE = 30
+
+
 def number(value: object) -> str:
-    """Three significant digits, all digits of whole thousands; a dash for what is missing."""
+    """Three significant digits, all digits of whole thousands; yes and no; a dash for what is missing."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, float):
@@ -38,10 +44,18 @@ def number(value: object) -> str:
 def table(frame: pd.DataFrame, caption: str, names: Mapping[str, str] | None = None) -> Html:
     """A table with its reading as caption; `names` gives columns the headings that are shown."""
     shown = frame.rename(columns=dict(names or {}))
-    head = "".join(f"<th scope=col>{html.escape(str(column))}</th>" for column in shown.columns)
+    rows = list(shown.astype(object).itertuples(index=False, name=None))
+    # Sentences are read from the left and may wrap; figures stand under each other.
+    kinds = [
+        " class=words" if any(isinstance(value, str) and len(value) > SENTENCE for value in values) else ""
+        for values in zip(*rows, strict=True)
+    ] or [""] * len(shown.columns)
+    head = "".join(
+        f"<th scope=col{kind}>{html.escape(str(name))}</th>" for name, kind in zip(shown.columns, kinds, strict=True)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(number(value))}</td>" for value in row) + "</tr>"
-        for row in shown.astype(object).itertuples(index=False, name=None)
+        "<tr>" + "".join(f"<td{k}>{html.escape(number(v))}</td>" for v, k in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
     )
     page = (
         f'<figure class="data"><figcaption>{html.escape(caption)}</figcaption><div class="scroll"><table>'
