@@ -19,8 +19,8 @@ from workbench import bench
 from workbench.errors import WorkbenchError
 from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import relative_error
-from workbench.kernels.gated_delta_rule.extremes import EXTREMES
 from workbench.kernels.gated_delta_rule.reference import oracle
+from workbench.killer_inputs import VALID_EXTREMES
 from workbench.numerics import ACCURATE_SOLVERS, PRESETS, NumericsPolicy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,9 +42,9 @@ def main() -> int:
     rows, worst = [], 0.0
     columns = policies()
     print(f"{'largest of output and state':26} " + " ".join(f"{name:>24}" for name in columns))
-    for name, make in EXTREMES.items():
+    for name, extreme in VALID_EXTREMES.items():
         for tokens in LENGTHS:
-            inputs = make(tokens, 0)
+            inputs = extreme.make(tokens, 0)
             exact_out, exact_state = oracle(**inputs)
             largest = dict.fromkeys(columns, 0.0)
             for label, policy in columns.items():

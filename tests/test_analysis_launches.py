@@ -4,7 +4,7 @@ import torch
 
 from workbench.analysis.launches import count_launches
 from workbench.analysis.memory import peak_tensor_bytes
-from workbench.kernels import gated_delta_rule
+from workbench.kernels import Kernels
 from workbench.kernels.gated_delta_rule import spec
 from workbench.numerics import NumericsPolicy
 
@@ -23,8 +23,8 @@ def test_reading_a_value_is_a_sync():
 
 def launches(backend: str, solver: str, chunk: int) -> int:
     inputs = spec.example(tokens=512)
-    policy = NumericsPolicy(solver=solver, chunk=chunk)
-    found = count_launches(lambda: gated_delta_rule(**inputs, policy=policy, backend=backend))
+    kernels = Kernels({"gated_delta_rule": backend}, NumericsPolicy(solver=solver, chunk=chunk))
+    found = count_launches(lambda: kernels.gated_delta_rule(**inputs))
     assert found.syncs == 0
     return found.kernels
 

@@ -12,7 +12,7 @@ LAYERS = (
     ("errors", "taps"),
     ("config", "numerics", "provenance"),
     ("kernels",),
-    ("cache",),
+    ("cache", "killer_inputs"),
     ("generation",),
     ("model",),
     ("checkpoint", "dialogue", "tokenizer"),

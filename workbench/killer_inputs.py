@@ -1,23 +1,73 @@
-"""Valid inputs on which wrong forms of the gated delta rule fail, and random inputs do not show it.
+"""Inputs that kill wrong forms of the gated delta rule, where random inputs let them pass. Two kinds, kept apart.
 
-Each entry of `EXTREMES` is a function of (tokens, seed) that returns the keyword arguments of the op, fp32, unit keys,
-log decays <= 0 and beta in (0, 1): a correct backend is close to the arbiter on all of them.
+`VALID_EXTREMES` keep the contract of the op (unit keys, log decay <= 0, beta in [0, 1]): a correct form is within LIMIT
+of the arbiter on each of them, and each says which policies it breaks. `BROKEN_CONTRACTS` do not keep it, or hand over
+what belongs to somebody else: nothing can compute the right answer from them, so the fault must be detected, and each
+says how: by a refusal, by values that are not finite, or by comparison with the arbiter alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from workbench.errors import InputError
+from workbench.kernels.agreement import first_bad_row, relative_error
 from workbench.kernels.gated_delta_rule import spec
+from workbench.kernels.gated_delta_rule.reference import oracle
+from workbench.numerics import PRESETS
 
 Inputs = dict[str, Tensor]
+
+#: Largest relative error, of output and of final state, of a form that survives (fp32 inputs).
+LIMIT = 3e-6
+
+#: Relative error from which on a result counts as wrong and not as imprecise.
+WRONG = 1e-4
+
+OUTCOMES = {
+    "right": f"finite, output and state within {LIMIT:g} of the arbiter",
+    "imprecise": f"finite, error between {LIMIT:g} and {WRONG:g}",
+    "wrong": f"finite, error above {WRONG:g}: only a comparison shows it",
+    "not finite": "NaN or Inf in output or state",
+    "refused": "InputError, in one line, before anything is computed",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """`kind` (see `OUTCOMES`), the larger error of output and state (inf where not finite, None where refused), the
+    first token whose output is not finite, and the message of a refusal."""
+
+    kind: str
+    error: float | None = None
+    first_bad_row: int | None = None
+    message: str = ""
+
+
+def outcome(run: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, intended: Inputs | None = None) -> Outcome:
+    """What `run(**inputs)` makes of `inputs`, judged by the float64 arbiter on `intended` (on `inputs` where None)."""
+    expected = oracle(**(inputs if intended is None else intended))
+    try:
+        out, state = run(**inputs)
+    except InputError as error:
+        return Outcome(kind="refused", message=str(error))
+    error = max(relative_error(out, expected[0]), relative_error(state, expected[1]))
+    if not (torch.isfinite(out).all() and torch.isfinite(state).all()):
+        return Outcome(kind="not finite", error=error, first_bad_row=first_bad_row(out))
+    kind = "right" if error <= LIMIT else "imprecise" if error <= WRONG else "wrong"
+    return Outcome(kind=kind, error=error)
 
 
 def _draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + seed)
+
+
+# ---- valid extremes
 
 
 def random_gates(tokens: int, seed: int = 0) -> Inputs:
@@ -33,6 +83,13 @@ def repeated_keys(tokens: int, seed: int = 0) -> Inputs:
     return inputs
 
 
+def repeated_keys_at_one_beta(tokens: int, seed: int = 0) -> Inputs:
+    """One key, beta 0.835 and -1e-3 for every token: where a half-precision inverse was met in the field."""
+    inputs = repeated_keys(tokens, seed)
+    inputs["beta"] = torch.full_like(inputs["beta"], 0.835)
+    return inputs
+
+
 def correlated_keys(tokens: int, seed: int = 0) -> Inputs:
     """Keys with correlation 0.5, beta 0.9, no decay: a series for the inverse cancels, substitution does not."""
     inputs = spec.example(tokens=tokens, log_decay=0.0, seed=seed)
@@ -42,9 +99,29 @@ def correlated_keys(tokens: int, seed: int = 0) -> Inputs:
     return inputs
 
 
+def beta_at_its_ends(tokens: int, seed: int = 0) -> Inputs:
+    """beta 0 or 1, what a saturated sigmoid rounds to: a token that writes nothing, or overwrites all of its key."""
+    inputs = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
+    inputs["beta"] = inputs["beta"].round()
+    return inputs
+
+
+def zero_keys(tokens: int, seed: int = 0) -> Inputs:
+    """Queries and keys of zero on a third of the tokens, what l2norm leaves of a padding row: nothing to divide by."""
+    inputs = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
+    for name in ("q", "k"):
+        inputs[name][:, ::3] = 0.0
+    return inputs
+
+
 def strong_decay(tokens: int, seed: int = 0) -> Inputs:
     """-20 nats for each token, what A = 16 with a softplus of 1.25 gives: -1280 in a chunk of 64."""
     return spec.example(tokens=tokens, log_decay=-20.0, seed=seed)
+
+
+def decay_at_the_limit(tokens: int, seed: int = 0) -> Inputs:
+    """-1.39 for each token: 88.96 nats in a chunk of 64, a quarter of a nat past what exp can return in fp32."""
+    return spec.example(tokens=tokens, log_decay=-1.39, seed=seed)
 
 
 def no_decay(tokens: int, seed: int = 0) -> Inputs:
@@ -71,19 +148,281 @@ def spikes(tokens: int, seed: int = 0) -> Inputs:
     return spec.example(tokens=tokens, log_decay=gates, seed=seed)
 
 
+def heads_apart(tokens: int, seed: int = 0) -> Inputs:
+    """One gate per head: never, hardly, at once and far beyond exp's range. A limit taken over all heads fails one."""
+    return spec.example(tokens=tokens, log_decay=torch.tensor([0.0, -1e-6, -16.0, -300.0]), seed=seed)
+
+
 def grown_state(tokens: int, seed: int = 0) -> Inputs:
     """A state a hundred times the values enters and lasts: small beta, slow decay, so that its readout dominates."""
+    return _entered(tokens, seed, 100.0)
+
+
+def state_beyond_fp16(tokens: int, seed: int = 0) -> Inputs:
+    """The same with a state of 1e6: a readout or a state in fp16 is infinite, one that is limited is wrong."""
+    return _entered(tokens, seed, 1e6)
+
+
+def _entered(tokens: int, seed: int, size: float) -> Inputs:
     inputs = spec.example(tokens=tokens, log_decay=-0.01, seed=seed)
     inputs["beta"] = 0.1 * inputs["beta"]
     key_dim, (value_heads, value_dim) = inputs["k"].shape[-1], inputs["v"].shape[2:]
-    inputs["initial_state"] = 100.0 * torch.randn(1, value_heads, key_dim, value_dim, generator=_draw(seed))
+    inputs["initial_state"] = size * torch.randn(1, value_heads, key_dim, value_dim, generator=_draw(seed))
     return inputs
 
 
-EXTREMES: dict[str, Callable[[int, int], Inputs]] = {
-    function.__name__: function
-    for function in (
-        random_gates, repeated_keys, correlated_keys, strong_decay, no_decay, mixed_decay, sparse_resets, spikes,
-        grown_state,
+#: Lengths of the sequences of `ragged_tails`, in turn: a row short of a chunk of 64, a row more, one token, no tail.
+RAGGED_LENGTHS = (63, 65, 1, 64)
+
+
+def ragged_tails(tokens: int, seed: int = 0) -> Inputs:
+    """Packed sequences of 63, 65, 1 and 64 tokens, resets among weak gates, a state each: padding must stay inert."""
+    inputs = sparse_resets(tokens, seed)
+    bounds = [0]
+    for length in itertools.cycle(RAGGED_LENGTHS):
+        if bounds[-1] == tokens:
+            break
+        bounds.append(min(tokens, bounds[-1] + length))
+    key_dim, (value_heads, value_dim) = inputs["k"].shape[-1], inputs["v"].shape[2:]
+    state = torch.randn(len(bounds) - 1, value_heads, key_dim, value_dim, generator=_draw(seed))
+    return inputs | {"cu_seqlens": torch.tensor(bounds), "initial_state": state}
+
+
+def one_token_tail(tokens: int, seed: int = 0) -> Inputs:
+    """Whole chunks of 64 and one token more, the next such length: 63 padding rows behind a reset of -20."""
+    return spec.example(tokens=64 * max(1, -(-(tokens - 1) // 64)) + 1, log_decay=-20.0, seed=seed)
+
+
+# What the presets have in common, for the table below.
+_EXACT = ("safe", "segsum")
+_FP32_SUMS = ("fp32_cumsum", "transformers", "fla", "vllm")
+_MASKED_LATE = ("mask_after", "multiply_mask")
+_FACTORED = ("factored", "factored_mask_after")
+_TIGHT_CLAMPS = ("clamp_cumsum_20", "clamp_cumsum_20_prefill", "five_clamps")
+_CLAMPS = (*_TIGHT_CLAMPS, "clamp_all_exponents_80", "clamp_gate_5_2")
+_GENTLE = (*_EXACT, *_FP32_SUMS, *_MASKED_LATE, *_FACTORED, "midpoint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidExtreme:
+    """`make(tokens, seed)` gives the keyword arguments of the op. `provokes` is the fault that shows on them.
+
+    `survivors` and `victims` are presets: the first must be right (see `OUTCOMES`), the second wrong or not finite,
+    from 130 tokens on. A preset in neither loses digits or depends on the draw.
+    """
+
+    make: Callable[[int, int], Inputs]
+    provokes: str
+    survivors: tuple[str, ...]
+    victims: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+VALID_EXTREMES: dict[str, ValidExtreme] = {
+    extreme.name: extreme
+    for extreme in (
+        ValidExtreme(
+            make=random_gates, provokes="nothing but limits that bind on ordinary gates",
+            survivors=(*_GENTLE, "doubling", "clamp_gate_5_2"),
+            victims=(*_TIGHT_CLAMPS, "bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=repeated_keys, provokes="an inverse by a series, whose terms cancel",
+            survivors=(*_GENTLE, *_CLAMPS), victims=("doubling", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=repeated_keys_at_one_beta, provokes="an inverse by a series, whose terms cancel",
+            survivors=(*_GENTLE, *_CLAMPS), victims=("doubling", "bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=correlated_keys, provokes="an inverse by a series, and nothing else: there is no decay",
+            survivors=(*_GENTLE, *_CLAMPS, "bf16_cumsum", "fp16_factored"), victims=("doubling",),
+        ),
+        ValidExtreme(
+            make=beta_at_its_ends, provokes="a division by beta, or a logarithm of it or of 1 - beta",
+            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=zero_keys, provokes="a normalisation inside the op without an epsilon",
+            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=strong_decay, provokes="exp of a positive difference or of -G, in every chunk of 6 tokens or more",
+            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
+        ),
+        ValidExtreme(
+            make=decay_at_the_limit, provokes="exp(-G) at chunk 64, and at no smaller chunk",
+            survivors=(*_EXACT, *_FP32_SUMS, *_MASKED_LATE, "midpoint", "doubling", "clamp_gate_5_2"),
+            victims=(
+                *_FACTORED, *_TIGHT_CLAMPS, "clamp_all_exponents_80", "bf16_cumsum", "fp16_factored", "nan_to_num",
+            ),
+        ),
+        ValidExtreme(
+            make=no_decay, provokes="a division by the decay, and drift of a state that only grows",
+            survivors=tuple(PRESETS),
+        ),
+        ValidExtreme(
+            make=mixed_decay, provokes="cancellation in differences of an fp32 cumulative sum; exp past its limit",
+            survivors=(*_EXACT, "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
+        ),
+        ValidExtreme(
+            make=sparse_resets, provokes="cancellation in differences of an fp32 cumulative sum; exp past its limit",
+            survivors=(*_EXACT, "doubling"),
+            victims=(
+                *_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "bf16_cumsum", "fp16_factored", "nan_to_num",
+            ),
+        ),
+        ValidExtreme(
+            make=spikes, provokes="exp past its limit in the rows before one strong gate, or in its whole chunk",
+            survivors=(*_EXACT, "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "multiply_mask", "bf16_cumsum", "fp16_factored", "nan_to_num"),
+        ),
+        ValidExtreme(
+            make=heads_apart, provokes="a limit, a maximum or an anchor that is taken over all heads at once",
+            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
+        ),
+        ValidExtreme(
+            make=grown_state, provokes="a readout of the state with fewer digits than the state has",
+            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=state_beyond_fp16, provokes="a state that is kept, read or limited within what fp16 holds",
+            survivors=(*_GENTLE, "doubling"),
+            victims=("clamp_gate_5_2", "five_clamps", "bf16_cumsum", "fp16_factored"),
+        ),
+        ValidExtreme(
+            make=ragged_tails, provokes="padding rows that decay, write or are read; a state handed to a neighbour",
+            survivors=(*_EXACT, "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
+        ),
+        ValidExtreme(
+            make=one_token_tail, provokes="padding gates read as zero behind a strong one: a positive difference",
+            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
+            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
+        ),
     )
 }  # fmt: skip
+
+
+# ---- broken contracts: what is handed over, and what was meant
+
+
+def alpha_for_log_alpha(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """The decay itself, exp(g) in (0, 1], where its logarithm is expected: every step would grow the state."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    return intended | {"log_decay": intended["log_decay"].exp()}, intended
+
+
+def sign_lost(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """exp(A_log) softplus(a + dt_bias) without its minus."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    return intended | {"log_decay": -intended["log_decay"]}, intended
+
+
+def raw_gate_for_log_decay(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """The projection `a` itself, of both signs, with A_log and dt_bias never applied."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    raw = torch.randn(intended["log_decay"].shape, generator=_draw(seed))
+    raw[0, 0, 0] = 1.0  # of both signs for one token too
+    return intended | {"log_decay": raw}, intended | {"log_decay": -torch.nn.functional.softplus(raw)}
+
+
+def one_positive_gate(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """+1e-3 at one token of one head, which no value of the output would betray."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    gates = intended["log_decay"].clone()
+    gates[0, tokens // 2, 1] = 1e-3
+    return intended | {"log_decay": gates}, intended
+
+
+def key_heads_tiled(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """Value head h reads key head h % H, not h // (V / H): at 2 and 4 heads the first and the last are right."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    return intended | {name: intended[name].repeat(1, 1, 2, 1) for name in ("q", "k")}, intended
+
+
+def unfilled_state(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """A state that was allocated and never written, NaN in the place of leftovers: the first request alone is bad."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    return intended | {"initial_state": torch.full((1, 4, 16, 24), torch.nan)}, intended
+
+
+def unfilled_rows(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """The last row of v, scratch memory that a kernel before this one did not reach, NaN in the place of leftovers."""
+    intended = spec.example(tokens=tokens, seed=seed)
+    values = intended["v"].clone()
+    values[:, -1] = torch.nan
+    return intended | {"v": values}, intended
+
+
+def pool_index_minus_one(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """A padding index of -1 into a pool of states: it reads the last slot, the state of another request."""
+    intended = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
+    pool = torch.randn(3, 4, 16, 24, generator=_draw(seed))
+    return intended | {"initial_state": pool[torch.tensor([-1])]}, intended
+
+
+def boundary_minus_one(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """A padding entry of -1 behind the boundaries of packed sequences."""
+    intended = spec.example(tokens=tokens, seed=seed) | {"cu_seqlens": torch.tensor([0, tokens // 2, tokens])}
+    return intended | {"cu_seqlens": torch.tensor([0, tokens // 2, tokens, -1])}, intended
+
+
+def state_axes_swapped(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """A state [W, K] for [K, W] where K = W, so that no shape protects."""
+    intended = spec.example(tokens=tokens, log_decay=-0.05, value_dim=16, seed=seed)
+    intended["initial_state"] = torch.randn(1, 4, 16, 16, generator=_draw(seed))
+    return intended | {"initial_state": intended["initial_state"].transpose(2, 3)}, intended
+
+
+def state_dropped(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
+    """The second part of a prompt without the state of the first."""
+    intended = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
+    broken = dict(intended)
+    intended["initial_state"] = torch.randn(1, 4, 16, 24, generator=_draw(seed))
+    return broken, intended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenContract:
+    """`make(tokens, seed)` gives the arguments that are handed over and those that were meant.
+
+    `detected` (see `OUTCOMES`) is how a correct backend lets the fault be seen, from two tokens on: never as `right`.
+    `remedy` is what to do about it.
+    """
+
+    make: Callable[[int, int], tuple[Inputs, Inputs]]
+    detected: str
+    remedy: str
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+BROKEN_CONTRACTS: dict[str, BrokenContract] = {
+    contract.name: contract
+    for contract in (
+        BrokenContract(make=alpha_for_log_alpha, detected="refused", remedy="pass the logarithm of the decay"),
+        BrokenContract(make=sign_lost, detected="refused", remedy="negate: g = -exp(A_log) softplus(a + dt_bias)"),
+        BrokenContract(
+            make=raw_gate_for_log_decay, detected="refused", remedy="apply g = -exp(A_log) softplus(a + dt_bias)"
+        ),
+        BrokenContract(make=one_positive_gate, detected="refused", remedy="find what wrote the one gate"),
+        BrokenContract(
+            make=key_heads_tiled, detected="wrong", remedy="repeat_interleave key heads, do not tile them"
+        ),
+        BrokenContract(make=unfilled_state, detected="not finite", remedy="zero the state of a new sequence"),
+        BrokenContract(make=unfilled_rows, detected="not finite", remedy="write every row, or mask what was not"),
+        BrokenContract(make=pool_index_minus_one, detected="wrong", remedy="mask padding before states are gathered"),
+        BrokenContract(make=boundary_minus_one, detected="refused", remedy="cut padding off the boundaries"),
+        BrokenContract(make=state_axes_swapped, detected="wrong", remedy="agree on [K, W], keys first"),
+        BrokenContract(make=state_dropped, detected="wrong", remedy="hand the state on from part to part"),
+    )
+}

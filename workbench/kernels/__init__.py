@@ -165,11 +165,14 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gated delta rule by itself, inputs checked: see `gated_delta_rule.spec` for shapes and dtypes.
 
-    `policy` a NumericsPolicy, a preset's name or a file; `backend` a name, or None for the automatic choice.
+    `policy` a NumericsPolicy, a preset's name or a file; `backend` a name, or None for the automatic choice. Raises
+    InputError for shapes, devices and boundaries that do not fit, and for a log decay above 0 anywhere, which reads
+    the values: one host sync that `Kernels.gated_delta_rule`, as models call it, does not have.
     """
     _gated_delta_rule.spec.check(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
+    _gated_delta_rule.spec.check_gates(log_decay)
     kernels = Kernels({} if backend is None else {"gated_delta_rule": backend}, policy)
     return kernels.gated_delta_rule(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, tap=tap

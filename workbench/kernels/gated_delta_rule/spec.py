@@ -9,7 +9,7 @@ Per sequence and value head, with state S [K, W] and value head h reading key he
 q, k          [B, T, H, K]  l2-normalised by the caller, q also times K**-0.5
 v             [B, T, V, W]  V a multiple of H
 log_decay     [B, T, V]     log space, <= 0, fp32
-beta          [B, T, V]     in (0, 1)
+beta          [B, T, V]     in [0, 1]
 initial_state [S, V, K, W]  fp32, S sequences; None is zero
 cu_seqlens    [S + 1]       int, on the CPU; then B is 1 and sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]
 out           [B, T, V, W]  dtype of v
@@ -115,6 +115,31 @@ def check(
         raise InputError(
             f"gated_delta_rule: value heads: expected a multiple of the {key_heads} key heads, found {value_heads}"
         )
+
+
+def check_gates(log_decay: Tensor) -> None:
+    """Raise InputError where a log decay is above 0: the first place, how many, and the likely causes by their signs.
+
+    Reads the values, so on a GPU the host waits for them: for calls from outside, not for those of a model, whose
+    gates are -exp(A_log) softplus(a + dt_bias). NaN passes, as every other input's does. Tensors without data are
+    not read.
+    """
+    if log_decay.is_meta:
+        return
+    gates = log_decay.detach()
+    above = gates > 0
+    if not bool(above.any()):
+        return
+    known = gates[~gates.isnan()]
+    causes = {"alpha": "alpha passed for log alpha", "raw": "raw `a` passed as g", "sign": "sign lost"}
+    likely = "raw" if bool((known < 0).any()) else "alpha" if bool((known <= 1).all()) else "sign"
+    others = ", ".join(text for name, text in causes.items() if name != likely)
+    row, token, head = above.nonzero()[0].tolist()
+    raise InputError(
+        f"gated_delta_rule: log_decay: expected <= 0 everywhere, found {gates[row, token, head].item():g} at batch row "
+        f"{row}, token {token}, head {head}, {int(above.sum())} of {gates.numel()} above 0; likely {causes[likely]}, "
+        f"else {others}; pass -exp(A_log) softplus(a + dt_bias)"
+    )
 
 
 def example(
