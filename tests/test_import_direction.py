@@ -20,7 +20,7 @@ LAYERS = (
     ("tracing", "quality"),
     ("analysis",),
     ("plots",),
-    ("report",),
+    ("controls", "report"),
     ("bench", "serving", "training"),
     ("cli",),
     ("__main__",),

@@ -453,3 +453,56 @@ def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
         f"more than {limit:.1f} nats predicts it for {'all' if not wrong else f'all but {wrong}'} of them."
     )
     return _plate(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")
+
+
+def numerics_probe(probe, layer: int, head: int) -> Plate:
+    """G of one head, error of every layer, and where values are not finite: from `analysis.lab.Lab.probe`."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=(1.0, 1.1))
+        left, right = upper.subplots(1, 2)
+        for chunk, rows in probe.path.groupby("chunk"):
+            left.plot(rows["row"], -rows["cumsum"], color=BLUE if chunk % 2 else ORANGE, linewidth=1.3)
+        for name, dash in (("float16", (0, (4, 2))), ("float32", "-")):
+            left.axhline(EXP_OVERFLOW[name], color=RED, linewidth=1.0, linestyle=dash)
+            left.annotate(
+                f"{name} {EXP_OVERFLOW[name]:.1f}", (1.0, EXP_OVERFLOW[name]), xycoords=("axes fraction", "data"),
+                xytext=(0, 2), textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=8,
+            )  # fmt: skip
+        left.set_yscale("symlog", linthresh=1.0, linscale=0.5)
+        left.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        left.set_ylim(bottom=0.0, top=3.0 * max(EXP_OVERFLOW["float32"], -probe.path["cumsum"].min()))
+        left.set_title(f"|G| of layer {layer}, head {head}, chunk by chunk")
+        left.set_xlabel("token")
+        left.set_ylabel("nats")
+        layers = [str(i) for i in probe.errors["layer"]]
+        errors = [error if math.isfinite(error) else math.nan for error in probe.errors["error"]]
+        finite = [max(error, 1e-9) for error in errors if not math.isnan(error)]
+        low, high = 0.3 * min([1e-7, *finite]), 10.0 * max([3e-6, *finite])
+        for place, error in enumerate(errors):
+            bad = math.isnan(error)
+            right.bar(
+                place, high if bad else max(error, 1e-9), color=CARD if bad else BLUE, hatch="////" if bad else None,
+                edgecolor=RED if bad else BLUE, width=0.7,
+            )  # fmt: skip
+        right.axhline(3e-6, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        right.set_yscale("log")
+        right.set_ylim(low, high)
+        right.set_xticks(range(len(layers)), layers)
+        right.set_title("error against fp64 (hatched: not finite)")
+        right.set_xlabel("layer")
+        axes = lower.subplots()
+        names = list(probe.shares.columns)
+        first = _draw_share_map(axes, probe.shares, names)
+        axes.set_title("values that are not finite" if first else "every value is finite")
+        axes.set_yticks([y + 0.5 for y in range(len(probe.shares))], [f"layer {i}" for i in probe.shares.index])
+        axes.set_xticks([x + 0.5 for x in range(len(names))], names, rotation=60, ha="right", rotation_mode="anchor")
+        axes.tick_params(length=0)
+        axes.set_xlim(0, len(names))
+        axes.set_ylim(len(probe.shares), 0)
+        axes.spines[:].set_visible(False)
+    worst = probe.errors["error"].max()
+    error = f"the worst layer is off by {worst:.2g}" if math.isfinite(worst) else "a layer's output is not finite"
+    span = -probe.path["cumsum"].min()
+    caption = f"Head {head} of layer {layer} decays by up to {span:.4g} nats in a chunk; {error}."
+    return _plate(figure, caption, "One setting of the numerics lab")

@@ -121,13 +121,24 @@ def last_words(text: str) -> str:
     return lines[-1] if lines else "it said nothing, which is often a sign of too little memory"
 
 
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
 def normalise(notebook: NotebookNode) -> NotebookNode:
-    """Take out what differs between two runs of the same notebook: times, and addresses of objects."""
+    """Take out what differs between two runs of the same notebook: times, addresses, and widgets.
+
+    A widget is dead without the kernel that made it, its ids are random and its state holds times: of its output the
+    text remains, and the view that tells a page that a control stands there, without an id.
+    """
+    notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
         cell.metadata.pop("execution", None)
         for output in cell.outputs:
+            if WIDGET_VIEW in output.get("data", {}):
+                output.data[WIDGET_VIEW] = {}
+                output.data["text/plain"] = "interactive control"
             if "text/plain" in output.get("data", {}):
                 output.data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", output.data["text/plain"])
     return notebook

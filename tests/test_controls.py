@@ -1,0 +1,76 @@
+"""The live controls of notebook 01: each redraws what it should, and a setting that makes no sense is refused."""
+
+import base64
+import re
+
+import pytest
+from small_checkpoint import PROMPT, write_small_checkpoint
+
+import workbench
+from workbench.analysis.lab import Lab
+from workbench.controls import NO_CLAMP, NumericsControls
+from workbench.errors import InputError
+from workbench.numerics import PRESETS
+from workbench.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = write_small_checkpoint(tmp_path_factory.mktemp("controls") / "checkpoint")
+    return workbench.load(folder, dtype="float32"), Tokenizer.from_directory(folder)
+
+
+@pytest.fixture
+def controls(loaded):
+    return NumericsControls(*loaded, PROMPT)
+
+
+def picture(controls: NumericsControls) -> str:
+    return base64.b64decode(re.search(r"base64,([^\"]+)", controls.figure.value)[1]).decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("exponent", "factored"), ("chunk", 16), ("cumsum", "float16"), ("site", "cumsum"), ("dtype", "bfloat16"),
+        ("head", 0), ("prompt", "And the king said"),
+    ],
+)  # fmt: skip
+def test_a_control_redraws_the_figure(controls, name, value):
+    before = picture(controls)
+    control = getattr(controls, name)
+    assert control.value != value
+    control.value = value
+    assert picture(controls) != before and "refused" not in controls.status.value
+
+
+def test_the_first_look_is_at_the_strongest_head(controls):
+    lab = controls.lab
+    assert (controls.layer.value, controls.head.value) == lab.strongest(PROMPT, "float32")
+    assert controls.policy == PRESETS["safe"] and "every value is finite" in picture(controls)
+
+
+def test_an_overflowing_form_shows_the_fault_and_writes_nothing(controls):
+    controls.exponent.value, controls.cumsum.value = "factored", "float32"
+    assert "values that are not finite" in picture(controls) and "refused: logits" in controls.text.value
+    controls.exponent.value = "difference_then_mask"
+    assert "every value is finite" in picture(controls)
+
+
+def test_settings_that_cannot_go_together_are_refused_in_place_of_the_figure(controls):
+    controls.site.value = "solve_rows"
+    assert "refused" in controls.status.value and "row_loop" in controls.status.value and not controls.figure.value
+    controls.solver.value = "row_loop"
+    assert "refused" not in controls.status.value and controls.policy.clamps[0].hi == controls.limit.value
+    controls.prompt.value = ""
+    assert "expected some text" in controls.status.value
+    controls.site.value, controls.prompt.value = NO_CLAMP, PROMPT
+    assert controls.figure.value and controls.policy.clamps == ()
+
+
+def test_a_layer_without_a_delta_rule_is_an_input_error(loaded):
+    lab = Lab(*loaded)
+    with pytest.raises(InputError, match="expected a layer of"):
+        lab.probe(PROMPT, PRESETS["safe"], dtype="float32", layer=lab.linear_layers[-1] + 1, head=0)
+    found = lab.probe(PROMPT, PRESETS["safe"], dtype="float32", layer=lab.linear_layers[0], head=0)
+    assert (found.errors["error"] < 3e-6).all() and len(found.path) <= lab.tokens and (found.shares.max() == 0).any()
