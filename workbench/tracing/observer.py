@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.errors import InputError
 from workbench.taps import Tap
+from workbench.tracing.casts import Casts
 from workbench.tracing.statistics import Statistics, describe
 
 if TYPE_CHECKING:
@@ -47,10 +48,13 @@ class Trace:
               packed sequences) has a row for each.
     `tensors` for each kept name what was seen last; `history` for each kept name everything that was seen, as
               (step, tensor). Kept tensors are copies without a graph.
+    `casts`   with `trace(model, casts=True)` what the narrowing casts before each tap point did, summed over
+              the passes: see `tracing.casts`.
     """
 
-    def __init__(self, keep: Collection[str] = ()):
+    def __init__(self, keep: Collection[str] = (), casts: Casts | None = None):
         self.keep = tuple(keep)
+        self._casts = casts
         self.tensors: dict[str, Tensor] = KeptTensors()
         self.history: dict[str, list[tuple[int, Tensor]]] = {}
         self._step = -1
@@ -66,6 +70,14 @@ class Trace:
         return self._frame
 
     @property
+    def casts(self) -> pd.DataFrame:
+        """tap, from, to, values, overflowed, flushed, halved; raises InputError where casts were not counted."""
+        if self._casts is None:
+            raise InputError("trace: casts: expected a trace that counts them, found one that does not; "
+                             "open it with workbench.trace(model, casts=True)")  # fmt: skip
+        return self._casts.table
+
+    @property
     def steps(self) -> int:
         """Forward passes seen."""
         return self._step + 1
@@ -74,6 +86,8 @@ class Trace:
         """Add the row of `tensor` at the tap point of this full name."""
         if name == taps.EMBED or self._step < 0:
             self._step += 1  # the embedding is what every forward pass starts with
+        if self._casts is not None:
+            self._casts.seen_at(name)
         statistics = describe(tensor)
         layer, _ = taps.split_name(name)
         self._rows.append(
@@ -110,10 +124,11 @@ class Observer:
 
 
 @contextmanager
-def trace(model: CausalLM, keep: str | Collection[str] = ()) -> Iterator[Trace]:
+def trace(model: CausalLM, keep: str | Collection[str] = (), *, casts: bool = False) -> Iterator[Trace]:
     """Record every tap point of every forward pass inside the context; see `Trace` for what is recorded.
 
     `keep`: names of tap points whose tensors are copied, with * and ? as wildcards (``"*.gdn.log_decay"``).
+    `casts`: count what narrowing casts do, in `Trace.casts`; every operator of the passes then goes through Python.
     Contexts may be nested; each records, and an intervention set before the trace is recorded as it acts.
     Leaving the context, also by an exception, puts back the tap that the model had. Raises InputError for a
     pattern that no tap point of this model can match.
@@ -121,11 +136,13 @@ def trace(model: CausalLM, keep: str | Collection[str] = ()) -> Iterator[Trace]:
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     _check_patterns(model, keep)
     outer = model.tap
-    result = Trace(keep)
+    counter = Casts() if casts else None
+    result = Trace(keep, counter)
     observer = Observer(result, outer)
     model.tap = observer
     try:
-        yield result
+        with nullcontext() if counter is None else counter:
+            yield result
         if model.tap is not observer:
             raise InputError(
                 "trace: expected the model's tap to be the one that this context set, found another; "
