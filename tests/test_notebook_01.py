@@ -123,7 +123,7 @@ def test_progress_names_every_code_cell(made, code_cells):
 def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == 5
+    assert len(images) == 6
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80

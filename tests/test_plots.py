@@ -63,9 +63,15 @@ PLATES = {
     "paths": lambda: plots.cumsum_paths(paths()),
     "shares": lambda: plots.share_maps([("safe", share_table() * 0), ("factored", share_table())]),
     "errors": lambda: plots.policy_errors(error_table()),
+    "drift": lambda: plots.state_drift(drift_table(), 5),
     "triggers": lambda: plots.triggers(trigger_table(), "factored", 88.7),
     "curve": lambda: plots.training_curve(curve_table()),
 }
+
+
+def drift_table() -> pd.DataFrame:
+    rows = [(name, 100 * n, 3.0, error * n) for name, error in (("safe, float32", 1e-7), ("b", 0.2)) for n in (1, 2)]
+    return pd.DataFrame(rows, columns=["setting", "tokens", "norm", "error"])
 
 
 def trigger_table(observed: tuple[bool, ...] = (True, False, True)) -> pd.DataFrame:
@@ -197,3 +203,8 @@ def test_the_trigger_plot_counts_where_the_predicate_is_wrong():
     wrong = plots.triggers(trigger_table((True, True, True)), "factored", 88.7).caption
     assert "2 of 3 chunks are not finite" in right and "predicts it for all of them" in right
     assert "3 of 3 chunks" in wrong and "predicts it for all but 1 of them" in wrong
+
+
+def test_the_drift_is_stated_at_the_end():
+    caption = plots.state_drift(drift_table(), 5).caption
+    assert caption == "After 200 tokens: safe, float32 is off by 2e-07; b is off by 0.4."

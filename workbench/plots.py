@@ -506,3 +506,28 @@ def numerics_probe(probe, layer: int, head: int) -> Plate:
     span = -probe.path["cumsum"].min()
     caption = f"Head {head} of layer {layer} decays by up to {span:.4g} nats in a chunk; {error}."
     return _plate(figure, caption, "One setting of the numerics lab")
+
+
+DRIFT_STYLE = ((BLUE, "-"), (SKY, "--"), (ORANGE, "-."), (RED, ":"), (PURPLE, "-"), (GREEN, "--"))
+
+
+def state_drift(table: pd.DataFrame, layer: int) -> Plate:
+    """Norm of the recurrent state and its distance from float64 over a long input: `analysis.drift.state_drift`."""
+    with matplotlib.rc_context(STYLE):
+        figure, (left, right) = _figure(3.2, 2)
+        for (setting, rows), (color, dash) in zip(table.groupby("setting", sort=False), DRIFT_STYLE, strict=False):
+            left.plot(rows["tokens"], rows["norm"], color=color, linestyle=dash, linewidth=1.5, label=setting)
+            right.plot(rows["tokens"], rows["error"].clip(lower=1e-9), color=color, linestyle=dash, linewidth=1.5)
+        left.set_title(f"Norm of the state of layer {layer}")
+        left.set_ylim(bottom=0.0)
+        right.set_title("Relative distance from float64")
+        right.set_yscale("log")
+        for axes in (left, right):
+            axes.set_xlabel("tokens read")
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+        figure.legend(loc="outside lower center", ncols=3)
+    last = table[table["tokens"] == table["tokens"].max()]
+    parts = [f"{row.setting} is off by {row.error:.1g}" for row in last.itertuples()]
+    caption = f"After {int(table['tokens'].max()):,} tokens: {'; '.join(parts)}."
+    return _plate(figure, caption, f"State of layer {layer} over {int(table['tokens'].max()):,} tokens")
