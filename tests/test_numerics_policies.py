@@ -10,7 +10,7 @@ from workbench import taps
 from workbench.errors import BackendError
 from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import relative_error
-from workbench.kernels.gated_delta_rule import spec
+from workbench.kernels.gated_delta_rule import spec, torch_chunk
 from workbench.kernels.gated_delta_rule.reference import oracle
 from workbench.numerics import (
     ACCURATE_SOLVERS,
@@ -163,3 +163,54 @@ def test_repeated_keys_tell_the_series_from_the_solvers(solver):
     inputs["beta"] = 0.99 + 0.0099 * inputs["beta"]
     found = relative_error(run(inputs, NumericsPolicy(solver=solver))[0], oracle(**inputs)[0])
     assert found < 3e-6 if solver in ACCURATE_SOLVERS else found > 1.0, found
+
+
+# ---- a solver is taken because it works on the device, not because a library lies there
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Breaks a routine of torch.linalg, as on a device whose library lacks it; forgets what was found before."""
+
+    def broken(name: str, error: Exception | None = None) -> None:
+        def call(*args, **options):
+            if error is not None:
+                raise error
+            return torch.zeros_like(args[1])
+
+        monkeypatch.setattr(torch.linalg, name, call)
+        torch_chunk.solver_refusal.cache_clear()
+
+    yield broken
+    monkeypatch.undo()
+    torch_chunk.solver_refusal.cache_clear()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such routine\non this card"), NotImplementedError("absent"), None])
+def test_a_named_solver_that_does_not_work_is_refused_with_the_reason(without, error):
+    without("solve_triangular", error)
+    inputs = spec.example(tokens=8)
+    said = "fails on cpu on a system of 9 rows: (no such routine|absent)$" if error else "is off by .* on cpu"
+    with pytest.raises(BackendError, match=f"torch_chunk was asked for .*solver solve_triangular {said}"):
+        run(inputs, NumericsPolicy(solver="solve_triangular"))
+    assert torch.isfinite(run(inputs, NumericsPolicy(solver="auto"))[0]).all()
+
+
+def test_auto_takes_the_next_solver_that_works(monkeypatch, without):
+    inputs = spec.example(tokens=130)
+    assert torch_chunk.chosen_solver("auto", "cpu") == "block_substitution"
+
+    def absent(lower):
+        raise RuntimeError("absent")
+
+    monkeypatch.setattr(torch_chunk, "block_inverses", absent)
+    torch_chunk.solver_refusal.cache_clear()
+    assert torch_chunk.chosen_solver("auto", "cpu") == "solve_triangular"
+    assert torch.equal(
+        run(inputs, NumericsPolicy(solver="auto"))[0], run(inputs, NumericsPolicy(solver="solve_triangular"))[0]
+    )
+    without("solve_triangular", RuntimeError("absent"))
+    assert torch_chunk.chosen_solver("auto", "cpu") == "row_loop"
+    monkeypatch.setattr(torch_chunk, "AUTOMATIC_SOLVERS", ("solve_triangular",))
+    with pytest.raises(BackendError, match="no solver works here: solver solve_triangular fails on cpu"):
+        run(inputs, NumericsPolicy(solver="auto"))

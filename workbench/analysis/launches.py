@@ -54,7 +54,9 @@ class _Counting(TorchDispatchMode):
 
 
 def count_launches(call: Callable[[], object]) -> Launches:
-    """Run `call` once, without gradients, and count."""
+    """Run `call` once, so that backends are chosen and tables made, then again without gradients, and count."""
+    with torch.no_grad():
+        call()
     with torch.no_grad(), _Counting() as mode:  # inference mode would hide what composites are made of
         call()
     return mode.found

@@ -27,6 +27,7 @@ CUMSUM_KINDS = {
     "float16": "cumulative sum held, and exp taken, in float16: exp overflows past 11.09 nats",
 }
 SOLVERS = {
+    "auto": "the first of block_substitution, solve_triangular and row_loop that solves a small system on the device",
     "block_substitution": "8-row blocks by substitution, merged to 32-row inverses, then block by block",
     "solve_triangular": "torch.linalg.solve_triangular on the unit lower triangular system",
     "row_loop": "forward substitution one row at a time: needs no solver library",

@@ -124,6 +124,11 @@ CATALOGUE: dict[str, Preset] = {
         origin="vLLM's Triton prefill, taken over from flash-linear-attention",
         prediction=Prediction(constant=((-1.0, 1e-6), (-20.0, 1e-6))),
     ),
+    "flashinfer": Preset(
+        policy=NumericsPolicy(cumsum="float32", solver="block_substitution"),
+        origin="FlashInfer's prefill kernels: chunks of 64, an inverse by blocks; they take exp(g) in fp32 and not g",
+        prediction=Prediction(constant=((-1.0, 1e-6), (-20.0, 1e-6))),
+    ),
     "clamp_cumsum_20": Preset(
         policy=_clamped(_around("cumsum", "prefill", 20.0), *_GATES_20),
         origin="first repair in the field: cumulative gates, A_log and the decode gate within +-20",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,12 @@ from workbench.taps import Tap
 
 
 def supports(call: Call) -> str | None:
-    return None
+    """A solver that was named must solve a small system on the device; `auto` needs one of three that does."""
+    solver = call.policy.solver
+    if solver == "auto":
+        reasons = [solver_refusal(name, call.device) for name in AUTOMATIC_SOLVERS]
+        return None if None in reasons else "no solver works here: " + "; ".join(filter(None, reasons))
+    return solver_refusal(solver, call.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +274,35 @@ def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str, row_clamp: Clamp |
     return torch.stack(rows, dim=-2)
 
 
+#: What `auto` tries, in this order.
+AUTOMATIC_SOLVERS = ("block_substitution", "solve_triangular", "row_loop")
+
+
+@lru_cache(maxsize=64)
+def solver_refusal(solver: str, device: str) -> str | None:
+    """Why a solver cannot serve on a device, None where it can: it solves a small system there, once in a process.
+
+    A library file says little: it may be absent and unneeded, or present and without the routine.
+    """
+    lower = torch.full((1, 1, 9, 9), 0.5).tril_(-1)
+    right = torch.eye(9)[None, None]
+    name = "block_substitution" if solver == "ungated_inverse" else solver
+    try:
+        solved = unit_lower_solve(lower.to(device), right.to(device), name).cpu()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"solver {solver} fails on {device} on a system of 9 rows: {str(error).splitlines()[0]}"
+    exact = torch.linalg.inv(torch.eye(9, dtype=torch.float64) + lower[0, 0].double())
+    off = (solved[0, 0].double() - exact).abs().max().item()
+    return None if off < 1e-5 else f"solver {solver} is off by {off:.1e} on {device} on a system of 9 rows"
+
+
+def chosen_solver(solver: str, device: str) -> str:
+    """`solver` itself, or what `auto` stands for on the device: the first that solves a small system there."""
+    if solver != "auto":
+        return solver
+    return next(name for name in AUTOMATIC_SOLVERS if solver_refusal(name, device) is None)
+
+
 def ungated_solve(ungated: Tensor, decay: Tensor, right: Tensor) -> Tensor:
     """(I + kkt)^-1 right as (D o (I + ungated)^-1) right, with kkt = D o ungated below the diagonal.
 
@@ -355,6 +390,7 @@ def evaluate(
         if ungated is not None:
             return ungated_solve(ungated, decay, right)
         solver = "block_substitution" if policy.solver == "ungated_inverse" else policy.solver
+        solver = chosen_solver(solver, q.device.type)
         return unit_lower_solve(kkt, right, solver, policy.clamp("solve_rows", phase))
 
     solved = None
