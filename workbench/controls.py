@@ -20,6 +20,7 @@ from workbench.numerics import (
     CUMSUM_KINDS,
     DECODE_SITES,
     EXPONENT_FORMS,
+    SAFE,
     SOLVERS,
     Clamp,
     NumericsPolicy,
@@ -45,10 +46,10 @@ class NumericsControls(widgets.VBox):
             options = list(options)
             return widgets.Dropdown(description=name, options=options, value=options[0] if value is None else value)
 
-        self.exponent = choice("exponent", EXPONENT_FORMS)
-        self.cumsum = choice("cumsum", CUMSUM_KINDS)
-        self.solver = choice("solver", SOLVERS)
-        self.chunk = widgets.SelectionSlider(description="chunk", options=CHUNKS, value=64, continuous_update=False)
+        self.exponent = choice("exponent", EXPONENT_FORMS, SAFE.exponent)
+        self.cumsum = choice("cumsum", CUMSUM_KINDS, SAFE.cumsum)
+        self.solver = choice("solver", SOLVERS, SAFE.solver)
+        self.chunk = widgets.SelectionSlider(description="chunk", options=CHUNKS, value=SAFE.chunk, continuous_update=False)
         self.site = choice("clamp", (NO_CLAMP, *CLAMP_SITES))
         self.limit = widgets.FloatLogSlider(
             description="limit ±", value=12.0, base=10, min=-1, max=5, step=0.1, continuous_update=False
