@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from workbench.numerics import (
     CHUNK_SITES,
     CLAMP_SITES,
     CUMSUM_KINDS,
+    EXPONENT_FORMS,
     SOLVERS,
     Clamp,
     NumericsPolicy,
@@ -214,3 +216,12 @@ def test_auto_takes_the_next_solver_that_works(monkeypatch, without):
     monkeypatch.setattr(torch_chunk, "AUTOMATIC_SOLVERS", ("solve_triangular",))
     with pytest.raises(BackendError, match="no solver works here: solver solve_triangular fails on cpu"):
         run(inputs, NumericsPolicy(solver="auto"))
+
+
+def test_the_page_of_policies_names_all_there_are():
+    page = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
+    for name, preset in CATALOGUE.items():
+        assert f"| `{name}` | {preset.origin} |" in page, name
+    for table in (EXPONENT_FORMS, CUMSUM_KINDS, SOLVERS, CLAMP_SITES):
+        for name, text in table.items():
+            assert f"| `{name}` | {text.replace('|', '/')} |" in page, name
