@@ -49,7 +49,9 @@ class NumericsControls(widgets.VBox):
         self.exponent = choice("exponent", EXPONENT_FORMS, SAFE.exponent)
         self.cumsum = choice("cumsum", CUMSUM_KINDS, SAFE.cumsum)
         self.solver = choice("solver", SOLVERS, SAFE.solver)
-        self.chunk = widgets.SelectionSlider(description="chunk", options=CHUNKS, value=SAFE.chunk, continuous_update=False)
+        self.chunk = widgets.SelectionSlider(
+            description="chunk", options=CHUNKS, value=SAFE.chunk, continuous_update=False
+        )
         self.site = choice("clamp", (NO_CLAMP, *CLAMP_SITES))
         self.limit = widgets.FloatLogSlider(
             description="limit ±", value=12.0, base=10, min=-1, max=5, step=0.1, continuous_update=False
