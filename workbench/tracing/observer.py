@@ -16,7 +16,8 @@ from workbench import taps
 from workbench.errors import InputError
 from workbench.taps import Tap
 from workbench.tracing.casts import Casts
-from workbench.tracing.statistics import Statistics, describe
+from workbench.tracing.checks import CHECKS
+from workbench.tracing.statistics import Statistics
 
 if TYPE_CHECKING:
     from workbench.model import CausalLM
@@ -52,8 +53,9 @@ class Trace:
               the passes: see `tracing.casts`.
     """
 
-    def __init__(self, keep: Collection[str] = (), casts: Casts | None = None):
+    def __init__(self, keep: Collection[str] = (), casts: Casts | None = None, check: str = "statistics"):
         self.keep = tuple(keep)
+        self.check = check
         self._casts = casts
         self.tensors: dict[str, Tensor] = KeptTensors()
         self.history: dict[str, list[tuple[int, Tensor]]] = {}
@@ -88,7 +90,7 @@ class Trace:
             self._step += 1  # the embedding is what every forward pass starts with
         if self._casts is not None:
             self._casts.seen_at(name)
-        statistics = describe(tensor)
+        statistics = CHECKS[self.check](tensor)
         layer, _ = taps.split_name(name)
         self._rows.append(
             (
@@ -124,20 +126,26 @@ class Observer:
 
 
 @contextmanager
-def trace(model: CausalLM, keep: str | Collection[str] = (), *, casts: bool = False) -> Iterator[Trace]:
+def trace(
+    model: CausalLM, keep: str | Collection[str] = (), *, casts: bool = False, check: str = "statistics"
+) -> Iterator[Trace]:
     """Record every tap point of every forward pass inside the context; see `Trace` for what is recorded.
 
     `keep`: names of tap points whose tensors are copied, with * and ? as wildcards (``"*.gdn.log_decay"``).
     `casts`: count what narrowing casts do, in `Trace.casts`; every operator of the passes then goes through Python.
+    `check`: `statistics` measures everything, `exact` only what is not finite, `sampled` only that and only of the
+    first and last 64 values of each tensor; what is not measured is NaN in the table (see `tracing.checks`).
     Contexts may be nested; each records, and an intervention set before the trace is recorded as it acts.
     Leaving the context, also by an exception, puts back the tap that the model had. Raises InputError for a
-    pattern that no tap point of this model can match.
+    pattern that no tap point of this model can match, and for an unknown check.
     """
+    if check not in CHECKS:
+        raise InputError(f"trace: check: expected one of {', '.join(CHECKS)}, found {check!r}")
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     _check_patterns(model, keep)
     outer = model.tap
     counter = Casts() if casts else None
-    result = Trace(keep, counter)
+    result = Trace(keep, counter, check)
     observer = Observer(result, outer)
     model.tap = observer
     try:

@@ -1,0 +1,81 @@
+"""Checks for values that are not finite, cheaper than all statistics: of every value, or of a sample at both ends.
+
+    exact     one pass without a second tensor: the smallest and largest value of a tensor that holds a NaN are NaN, of
+              one that holds an infinity infinite. What is bad is then counted
+    sampled   the first 64 and the last 64 values in row-major order; all of a tensor that has no more. A fault that
+              touches neither end is missed: `analysis.nan_checks` measures how often
+
+Both give `Statistics` whose moments and range are NaN, not measured; those of the sample are shares of the sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workbench.tracing.statistics import Statistics, describe
+
+#: Values that the sampled check reads at each end.
+SAMPLE_VALUES = 64
+
+
+def ends(x: Tensor, count: int = SAMPLE_VALUES) -> Tensor:
+    """The first and the last `count` values of x in row-major order, [2 count]; all of a smaller x. Copies no more."""
+    size = x.numel()
+    if size <= 2 * count:
+        return x.reshape(-1)
+    if x.is_contiguous():
+        flat = x.view(-1)
+        return torch.cat([flat[:count], flat[-count:]])
+    positions = torch.cat([torch.arange(count), torch.arange(size - count, size)]).to(x.device)
+    return x[torch.unravel_index(positions, x.shape)]
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether every value is finite, from one pass over x."""
+    if x.numel() == 0:
+        return True
+    if x.dtype.itemsize == 1:
+        x = x.float()  # 8-bit formats have no order of their own
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def _shares(x: Tensor) -> Statistics:
+    """Shares of what is not finite in x, and the first such index."""
+    nan = math.nan
+    if is_finite(x):
+        return Statistics(nan, nan, nan, nan, nan, 0.0, 0.0, 0.0, nan, nan, nan, None)
+    found = describe(x)
+    return Statistics(
+        nan, nan, nan, nan, nan, found.frac_nan, found.frac_pinf, found.frac_ninf, nan, nan, nan, found.first_bad
+    )
+
+
+@torch.no_grad()
+def check_exact(x: Tensor) -> Statistics:
+    """Shares of all values that are NaN, +inf, -inf, and the first such index."""
+    return _shares(x)
+
+
+@torch.no_grad()
+def check_sampled(x: Tensor) -> Statistics:
+    """The same of the values at both ends; the index is that in x."""
+    sample = ends(x)
+    found = _shares(sample)
+    if found.first_bad is None:
+        return found
+    (place,) = found.first_bad
+    if place >= SAMPLE_VALUES and x.numel() > 2 * SAMPLE_VALUES:
+        place += x.numel() - 2 * SAMPLE_VALUES
+    found_at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), x.shape))
+    return dataclasses.replace(found, first_bad=found_at)
+
+
+#: What a trace measures of each tensor, by the name that `workbench.trace(model, check=NAME)` takes.
+CHECKS: dict[str, Callable[[Tensor], Statistics]] = {
+    "statistics": describe, "exact": check_exact, "sampled": check_sampled,
+}  # fmt: skip
