@@ -62,7 +62,7 @@ def own_inputs(draw) -> dict:
 
 EXTREMES = st.builds(
     lambda name, tokens, seed: (name, VALID_EXTREMES[name].make(tokens, seed)),
-    st.sampled_from(sorted(VALID_EXTREMES)), st.integers(2, 150), st.integers(0, 9999),
+    st.sampled_from(sorted(VALID_EXTREMES)), st.integers(8, 150), st.integers(0, 9999),
 )  # fmt: skip
 POLICIES = st.builds(
     lambda chunk, solver: dataclasses.replace(PRESETS["safe"], chunk=chunk, solver=solver),
