@@ -19,7 +19,7 @@ LAYERS = (
     ("loading",),
     ("tracing", "quality"),
     ("analysis",),
-    ("plots",),
+    ("plots", "sweeps"),
     ("controls", "report"),
     ("bench", "serving", "training"),
     ("cli",),

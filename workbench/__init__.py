@@ -25,6 +25,7 @@ _PUBLIC_NAMES = {
     "write_checkpoint": "workbench.checkpoint",
     "trace": "workbench.tracing",
     "intervene": "workbench.tracing",
+    "sweep": "workbench.sweeps",
     "notebook_defaults": "workbench.report",
 }
 
