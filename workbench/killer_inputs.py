@@ -195,7 +195,7 @@ def one_token_tail(tokens: int, seed: int = 0) -> Inputs:
 
 # What the presets have in common, for the table below.
 _EXACT = ("safe", "segsum")
-_FP32_SUMS = ("fp32_cumsum", "transformers", "fla", "vllm")
+_FP32_SUMS = ("fp32_cumsum", "transformers", "fla", "vllm", "flashinfer")
 _MASKED_LATE = ("mask_after", "multiply_mask")
 _FACTORED = ("factored", "factored_mask_after")
 _TIGHT_CLAMPS = ("clamp_cumsum_20", "clamp_cumsum_20_prefill", "five_clamps")
