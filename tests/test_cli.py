@@ -11,16 +11,20 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from fake_chat_server import chat_server, completion
+from safetensors.torch import save_file
 from small_checkpoint import PROMPT, write_small_checkpoint
 
 from workbench import cli
 from workbench.analysis import inventory
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.cli.output import text_table
+from workbench.cli.sweep import Bar
 from workbench.dialogue import Dialogue, ExpectedAnswer
+from workbench.kernels.gated_delta_rule import spec
 from workbench.numerics import LARGEST, PRESETS
 from workbench.tokenizer import Tokenizer
 
@@ -67,7 +71,7 @@ def test_help_needs_no_heavy_package_and_answers_at_once():
     assert time.monotonic() - started < 5.0  # half a second on a free machine
 
 
-@pytest.mark.parametrize("command", ["report", "trace", "generate", "score", "inspect"])
+@pytest.mark.parametrize("command", ["report", "trace", "generate", "score", "sweep", "inspect"])
 def test_every_command_explains_itself_with_an_example_that_parses(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -163,6 +167,18 @@ BAD_INPUTS = [
     (["score", "--url", "http://127.0.0.1:9", "--device", "cuda"], "--device: expected only with a checkpoint"),
     (["score", "--url", "http://[::1"], "url: expected http://host:port, without /v1, found 'http://[::1'"),
     (["score", "--url", "http://127.0.0.1:9", "--only", "drafts"], "--only drafts: expected one of dialogue, recall"),
+    (["sweep", "{none}"], "{none}: expected a checkpoint or a file of tensors, found nothing there"),
+    (["sweep", "{checkpoint}", "--policy", "unsafe"], "neither a preset (safe, "),
+    (["sweep", "{checkpoint}", "--chunk", "0"], "policy field chunk: expected a whole number from 1 to 1024, found 0"),
+    (["sweep", "{checkpoint}", "--length", "8,x"], "argument --length: expected whole numbers separated by commas"),
+    (["sweep", "{checkpoint}", "--dtype", "float8"], "dtype: expected one of float64, float32"),
+    (["sweep", "{checkpoint}", "--metric", "speed"], "metrics: expected some of finite, first_bad"),
+    (["sweep", "{checkpoint}", "--metric", "finite,"], "argument --metric: expected names separated by commas"),
+    (["sweep", "{checkpoint}", "--out", "table.xlsx"], "expected a name that ends in one of .csv, .json, .parquet"),
+    (["sweep", "{checkpoint}", "--out", "{none}/table.csv"], "table.csv: cannot be written: there is no folder"),
+    (["sweep", "{checkpoint}", "--jobs", "0"], "jobs: expected a whole number of at least 1, found 0"),
+    (["sweep", "{checkpoint}", "--resume", "{blank}"], "line 1: expected a finished cell of a sweep"),
+    (["sweep", "{checkpoint}", "--backend", "torch_chunk:factored"], "policies are an axis of the grid"),
     (["report", "--card", "bi-v100"], "--card bi-v100: cards come in a later version"),
     (["report", "--notebook", "99"], "--notebook 99: no such notebook"),
     (["report", "--checkpoint", "{none}"], "{none}: expected a directory"),
@@ -753,3 +769,50 @@ def test_score_of_a_server_that_fails_is_one_line(run, fixed_data):
     with chat_server(lambda body: (500, {"message": "engine died"})) as (url, _):
         code, out, err = run("score", "--url", url)
     assert (code, out) == (2, "") and err.splitlines()[-1].startswith("workbench: error: ") and "engine died" in err
+
+
+# ============================================================================================================
+# sweep
+# ============================================================================================================
+
+
+def test_sweep_of_a_checkpoint_is_a_table_and_files_and_goes_on(run, checkpoint, tmp_path):
+    kept, table = tmp_path / "kept.jsonl", tmp_path / "table.csv"
+    command = ["sweep", checkpoint, "--policy", "safe,factored", "--length", "64,9999", "--metric", "finite,first_bad",
+               "--resume", kept, "--out", table, "--out", tmp_path / "table.parquet"]  # fmt: skip
+    code, out, err = run(*command, "--ids", ",".join(map(str, range(70))))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["policy", "chunk", "dtype", "length", "finite", "first_bad", "error"]
+    assert lines[1][:6] == ["safe", "64", "float32", "64", "100.0%", "-"]
+    assert lines[3][:4] == ["factored", "64", "float32", "64"] and lines[3][5] == "layers.00.gdn.decay"
+    assert "found 9999" in out.splitlines()[2]
+    assert err.splitlines()[0] == "sweep: 0 of 4 cells" and err.splitlines()[-1].startswith("sweep: 4 of 4 cells, 2 f")
+    rows = pd.read_csv(table)
+    assert rows["finite"][0] == 1.0 and rows["error"].notna().tolist() == [False, True, False, True]
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "table.parquet").astype(rows.dtypes), rows)
+    code, again, err = run(*command, "--ids", ",".join(map(str, range(70))))
+    assert (code, again) == (0, out) and err.splitlines()[0] == "sweep: 2 of 4 cells, kept from before"
+
+
+def test_sweep_of_tensors_under_every_policy_and_one_that_measures_nothing(run, tmp_path):
+    save_file(spec.example(tokens=64, log_decay=-1.5), tmp_path / "layer.safetensors")
+    code, out, _ = run("sweep", tmp_path / "layer.safetensors", "--policy", "all", "--metric", "finite")
+    finite = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:]}
+    assert code == 0 and list(finite) == list(PRESETS)
+    assert finite["safe"] == "100.0%" and finite["factored"] != "100.0%"
+    code, out, err = run("sweep", tmp_path / "layer.safetensors", "--length", "65", "--metric", "finite")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("workbench: error: sweep: expected cells that can be measured, found none")
+
+
+def test_sweep_draws_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    bar = Bar()
+    bar(0, 2, None)
+    bar(1, 2, {"error": "x"})
+    bar(2, 2, {"error": None})
+    drawn = capsys.readouterr().err.split("\r")
+    assert drawn[1].startswith("[........................] 0 of 2 cells\x1b")
+    assert drawn[2].startswith("[############............] 1 of 2 cells, 1 failed, about ")
+    assert drawn[3] == "[########################] 2 of 2 cells, 1 failed\x1b[K\n"

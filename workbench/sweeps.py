@@ -683,14 +683,22 @@ class _Record:
         os.fsync(self._file.fileno())
 
 
+def check_output(path: str | Path) -> None:
+    """Raise InputError where `write_sweep` could not write, before the time of a sweep is spent."""
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise InputError(f"{path}: expected a name that ends in one of {', '.join(FORMATS)}, found {path.suffix!r}")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: cannot be written: there is no folder {path.absolute().parent}")
+
+
 def write_sweep(frame: pd.DataFrame, path: str | Path) -> None:
     """Write a sweep as .csv, .json (a list of rows) or .parquet; the file appears complete or not at all.
 
     Raises InputError for another suffix and where it cannot be written.
     """
     path = Path(path)
-    if path.suffix not in FORMATS:
-        raise InputError(f"{path}: expected a name that ends in one of {', '.join(FORMATS)}, found {path.suffix!r}")
+    check_output(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".csv":
