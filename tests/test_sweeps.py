@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import joblib
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from joblib.parallel import ThreadingBackend
 from models import mini
 from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
@@ -17,7 +21,7 @@ from small_checkpoint import write_small_checkpoint
 import workbench
 from workbench import sweeps
 from workbench.config import ModelConfig
-from workbench.errors import BackendError, InputError, PolicyError
+from workbench.errors import BackendError, InputError, PolicyError, WorkbenchError
 from workbench.kernels.gated_delta_rule import spec
 from workbench.model import CausalLM
 from workbench.numerics import PRESETS, Clamp, NumericsPolicy
@@ -253,6 +257,13 @@ def test_finished_cells_are_not_measured_again(tmp_path, measured):
     assert more["seconds"][0] == first["seconds"][1]
 
 
+def test_two_names_of_one_policy_are_measured_once_and_have_a_row_each(measured):
+    assert PRESETS["fla"] == PRESETS["vllm"]
+    frame = sweep(example(), {"policy": ["fla", "safe", "vllm"]}, ["seconds"])
+    assert [cell.policy for cell in measured] == ["fla", "safe"]
+    assert frame["policy"].tolist() == ["fla", "safe", "vllm"] and frame["seconds"][0] == frame["seconds"][2]
+
+
 @pytest.mark.parametrize("changed", ["tensors", "metrics", "dtype", "length", "chunk", "backend", "policy"])
 def test_another_cell_is_not_taken_for_a_finished_one(tmp_path, measured, changed):
     tensors, grid, metrics, options = example(), {"policy": ["safe"]}, ["finite"], {}
@@ -434,6 +445,18 @@ def test_processes_give_what_one_process_gives(tmp_path, model):
     assert apart["error"].notna().tolist() == [False, False, True] * 2
 
 
+class EndsItsProcess:
+    """In the place of a tokenizer: the process that unpickles it ends at once, as one that the system killed."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
+
+
+def test_a_process_that_dies_is_one_line_with_what_to_do(model):
+    with pytest.raises(WorkbenchError, match=r"found one that ended, .* run it again with fewer jobs"):
+        sweep(model, {"length": [8, 9]}, ["finite"], ids=IDS, tokenizer=EndsItsProcess(), jobs=2)
+
+
 # ============================================================================================================
 # Clusters
 # ============================================================================================================
@@ -477,3 +500,24 @@ def test_a_package_that_is_not_installed_is_one_line(monkeypatch, cluster, packa
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=f"expected the package {package}, found no .*pip install {package}"):
         sweep(example(), {}, ["finite"], cluster=cluster)
+
+
+class AllAtOnce(ThreadingBackend):
+    """Returns results as Ray's backend does: none before all are there."""
+
+    supports_return_generator = False
+
+
+def test_cells_go_to_a_backend_that_cannot_stream_a_few_at_a_time(monkeypatch, measured):
+    asked = []
+    ray, connection = types.ModuleType("ray"), types.ModuleType("ray.util.joblib")
+    ray.init = lambda **options: asked.append(options)
+    connection.register_ray = lambda: joblib.register_parallel_backend("ray", AllAtOnce)
+    for name, module in (("ray", ray), ("ray.util", types.ModuleType("ray.util")), ("ray.util.joblib", connection)):
+        monkeypatch.setitem(sys.modules, name, module)
+    grid, states = {"policy": ["safe", "segsum", "midpoint"], "length": [79, 80]}, []
+    frame = sweep(example(), grid, ["finite"], cluster="ray:auto", jobs=2,
+                  progress=lambda done, total, row: states.append((done, len(measured))))  # fmt: skip
+    assert asked == [{"address": "auto", "ignore_reinit_error": True}] and len(frame) == 6
+    assert frame["finite"].tolist() == [1.0] * 6
+    assert states == [(0, 0), (1, 2), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)]

@@ -168,9 +168,12 @@ def sweep(
         stack.callback(_KEPT.clear)
         record = None if resume is None else stack.enter_context(_Record.opened(Path(resume)))
         done = {} if record is None else {key: record.rows[key] for key in wanted.values() if key in record.rows}
-        missing = {key: cell for cell, key in wanted.items() if key not in done}
+        missing: dict[str, Cell] = {}
+        for cell, key in wanted.items():
+            if key not in done:
+                missing.setdefault(key, cell)  # two names of one policy are one cell to measure
         if progress is not None:
-            progress(len(wanted) - sum(key in missing for key in wanted.values()), len(wanted), None)
+            progress(sum(key in done for key in wanted.values()), len(wanted), None)
         # Cells of one dtype and length stand together, so that weights and oracles are made once.
         ordered = sorted(missing.items(), key=lambda item: (item[1].dtype, item[1].length))
         tasks = [(key, source, cell, chosen) for key, cell in ordered]
