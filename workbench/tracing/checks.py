@@ -49,10 +49,13 @@ def _shares(x: Tensor) -> Statistics:
     nan = math.nan
     if is_finite(x):
         return Statistics(nan, nan, nan, nan, nan, 0.0, 0.0, 0.0, nan, nan, nan, None)
-    found = describe(x)
-    return Statistics(
-        nan, nan, nan, nan, nan, found.frac_nan, found.frac_pinf, found.frac_ninf, nan, nan, nan, found.first_bad
-    )
+    flat = x.reshape(-1)
+    flat = flat.float() if flat.dtype.itemsize == 1 else flat
+    counts = torch.stack([flat.isnan().sum(), (flat == torch.inf).sum(), (flat == -torch.inf).sum()])
+    place = int((~flat.isfinite()).nonzero()[0])
+    first_bad = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), x.shape))
+    of_nan, of_pinf, of_ninf = (count / x.numel() for count in counts.tolist())
+    return Statistics(nan, nan, nan, nan, nan, of_nan, of_pinf, of_ninf, nan, nan, nan, first_bad)
 
 
 @torch.no_grad()
