@@ -248,16 +248,8 @@ def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
                 else "all finite"
             )
             axes.set_title(f"policy {name}: {note}")
-            axes.set_yticks(
-                [y + 0.5 for y in range(len(shares))], [f"layer {layer}" for layer in shares.index]
-            )
-            axes.tick_params(length=0)
-            axes.set_xlim(0, len(names))
-            axes.set_ylim(len(shares), 0)
-            axes.spines[:].set_visible(False)
-        panels[-1].set_xticks(
-            [x + 0.5 for x in range(len(names))], names, rotation=60, ha="right", rotation_mode="anchor"
-        )
+            _label_layers(axes, shares, names)
+        _label_tap_points(panels[-1], names)
         handles = [
             Patch(facecolor=SAFE_CELL, edgecolor=CARD, label="all finite"),
             Patch(facecolor=_bad_color(0.3), edgecolor=INK, hatch="////", label="partly not finite"),
@@ -270,6 +262,19 @@ def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
         )
     caption = " ".join(_share_sentence(name, shares) for name, shares in maps)
     return _plate(figure, caption, f"Maps of layers by tap points for {len(maps)} policies")
+
+
+def _label_layers(axes, shares: pd.DataFrame, names: Sequence[str]) -> None:
+    """Layers down the side of a map of `names` across, no frame and no ticks."""
+    axes.set_yticks([y + 0.5 for y in range(len(shares))], [f"layer {layer}" for layer in shares.index])
+    axes.tick_params(length=0)
+    axes.set_xlim(0, len(names))
+    axes.set_ylim(len(shares), 0)
+    axes.spines[:].set_visible(False)
+
+
+def _label_tap_points(axes, names: Sequence[str]) -> None:
+    axes.set_xticks([x + 0.5 for x in range(len(names))], names, rotation=60, ha="right", rotation_mode="anchor")
 
 
 SAFE_CELL = "#dbe9f4"
@@ -495,12 +500,8 @@ def numerics_probe(probe, layer: int, head: int) -> Plate:
         names = list(probe.shares.columns)
         first = _draw_share_map(axes, probe.shares, names)
         axes.set_title("values that are not finite" if first else "every value is finite")
-        axes.set_yticks([y + 0.5 for y in range(len(probe.shares))], [f"layer {i}" for i in probe.shares.index])
-        axes.set_xticks([x + 0.5 for x in range(len(names))], names, rotation=60, ha="right", rotation_mode="anchor")
-        axes.tick_params(length=0)
-        axes.set_xlim(0, len(names))
-        axes.set_ylim(len(probe.shares), 0)
-        axes.spines[:].set_visible(False)
+        _label_layers(axes, probe.shares, names)
+        _label_tap_points(axes, names)
     worst = probe.errors["error"].max()
     error = f"the worst layer is off by {worst:.2g}" if math.isfinite(worst) else "a layer's output is not finite"
     span = -probe.path["cumsum"].min()

@@ -47,17 +47,20 @@ class Mix:
 
 #: The longest filler of the conversations that teach a copy before they teach the distance.
 SHORT_FILLER = 600
+#: The longest that a training row holds beside its facts and question.
+TRAINING_FILLER = 6_200
 
 #: The training parts of the three runs that made the miniature, in their order. As many requests must be refused as
 #: called: with few of them a model calls what it is asked for without a look at the functions that it has. Where the
 #: reasoning decides, that look has to be learned at two places, inside it and after it: the last part leaves it to one.
 MIXES = {
     "first": Mix(
-        {"answer": 20, "call": 14, "result": 7, "follow_up": 9, "refuse": 16, "recall": 16, "drill": 18}, 6_200, True
+        {"answer": 20, "call": 14, "result": 7, "follow_up": 9, "refuse": 16, "recall": 16, "drill": 18},
+        TRAINING_FILLER, True,
     ),
     "second": Mix(
         {"answer": 12, "call": 12, "result": 4, "follow_up": 6, "refuse": 14, "recall": 8, "drill": 10, "requests": 34},
-        6_200, True,
+        TRAINING_FILLER, True,
     ),
     "third": Mix(
         {"answer": 10, "call": 28, "result": 6, "follow_up": 8, "refuse": 28, "recall": 4, "drill": 6, "requests": 10},
@@ -70,7 +73,6 @@ MEASURED, RECALLED, VALIDATED = 200, 100, 240
 
 #: Characters between fact and question: 1,500 to 2,000 tokens, since a token of these texts is 3 to 3.9 characters.
 MEASURED_FILLER = 6_000
-TRAINING_FILLER = 6_200
 
 
 def expected_reply(conversation: Conversation) -> ExpectedCall | ExpectedAnswer:
