@@ -10,7 +10,6 @@ all are, so that the same command goes on after an interruption. Writes benchmar
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,7 @@ from workbench.model import CausalLM
 from workbench.provenance import checkpoint_hash, commit
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import FIELD_INTERVENTIONS, intervene
-from workbench.training.corpus import sha256_of_file, write_atomic
+from workbench.training.corpus import sha256_of_file
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "miniature_scores"
@@ -131,31 +130,21 @@ def main(arguments: list[str] | None = None) -> int:
         "commit": commit(ROOT)[0], "checkpoint": checkpoint_hash(options.checkpoint), "subset": options.subset,
         "data": {name: sha256_of_file(options.data / name) for name in TEXTS},
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / f"{NAME}.unfinished.json"
-    done: dict[str, list[dict]] = {}
-    if kept.is_file():
-        before = json.loads(kept.read_text(encoding="utf-8"))
-        if before["measured"] == measured:
-            done = before["done"]
-            say(f"{kept}: going on after {len(done)} cases")
-        else:
-            say(f"{kept}: of another commit, checkpoint, text or subset: starting anew")
+    kept = bench.Unfinished(options.out, NAME, measured, say)
     for case in cases(model.config):
-        if case.name not in done:
+        if case.name not in kept.done:
             say(f"{case.name}, policy {case.policy}")
             started = time.monotonic()
-            done[case.name] = measure(model, tokenizer, case, options.subset, options.data)
-            write_atomic(kept, json.dumps({"measured": measured, "done": done}).encode())
+            kept.add(case.name, measure(model, tokenizer, case, options.subset, options.data))
             say(f"  {time.monotonic() - started:.0f} s")
-        figures = ", ".join(f"{row['case']} {row['median']:.4g}" for row in done[case.name])
+        figures = ", ".join(f"{row['case']} {row['median']:.4g}" for row in kept.done[case.name])
         print(f"{case.name:22} {figures}", flush=True)
-    rows = [bench.Row(**row) for case_rows in done.values() for row in case_rows]
+    rows = [bench.Row(**row) for case_rows in kept.done.values() for row in case_rows]
     path = bench.write_result(
         options.out, NAME, correctness, rows, project=ROOT,
         conditions={"dtype": "float32", "checkpoint": measured["checkpoint"], "subset": options.subset},
     )  # fmt: skip
-    kept.unlink()
+    kept.remove()
     print(path)
     return 0
 

@@ -1,10 +1,17 @@
 """What each policy does to a model: bound clamps, errors, and the decay that predicts a fault."""
 
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
 import pytest
 import torch
 from small_checkpoint import PROMPT, write_small_checkpoint
 
 import workbench
+from workbench import bench
 from workbench.analysis import parity, policies, runs
 from workbench.numerics import CATALOGUE, EXP_OVERFLOW
 from workbench.tokenizer import Tokenizer
@@ -56,3 +63,93 @@ def test_the_verdicts_name_every_policy_and_what_it_costs(traced):
         assert table["perplexity"].isna()["factored"] and not table["perplexity"].isna()["safe"]
     else:
         assert not table.loc["clamp_gate_5_2", "binds"] and table.loc["clamp_gate_5_2", "error_out"] < 3e-6
+
+
+@pytest.fixture(scope="module")
+def miniature():
+    folder = Path(__file__).parent.parent / "data" / "miniature"
+    return workbench.load(folder, dtype="float32"), Tokenizer.from_directory(folder)
+
+
+def test_prefill_and_decode_part_where_a_clamp_acts_in_prefill_alone(miniature):
+    model, tokenizer = miniature
+    ids = runs.as_input(model, tokenizer.encode(PROMPT * 2)[:130], 1024)
+    found = {}
+    for policy in ("safe", "clamp_cumsum_20_prefill", "five_clamps", "factored"):
+        with runs.using_policy(model, policy):
+            found[policy] = policies.prefill_decode_divergence(model, ids)
+    assert found["safe"] < 1e-5 < 0.01 < min(found["clamp_cumsum_20_prefill"], found["five_clamps"])
+    assert math.isnan(found["factored"])
+
+
+def test_the_answers_are_the_scores_of_each_policy(miniature, monkeypatch):
+    model, tokenizer = miniature
+    asked = []
+
+    def score(model, tokenizer, dialogues):
+        asked.append((model.kernels.policy.exponent, len(dialogues)))
+        return SimpleNamespace(share=len(asked) / 10)
+
+    monkeypatch.setattr(policies.quality, "dialogue_score", score)
+    table = policies.answers(model, tokenizer, ["safe", "mask_after"])
+    assert asked == [("difference_then_mask", 20)] * 2 + [("mask_after", 20)] * 2
+    assert table[["dialogues", "recall"]].to_numpy().tolist() == [[0.1, 0.2], [0.3, 0.4]]
+    assert table["divergence"].max() < 1e-4 and list(table["policy"]) == ["safe", "mask_after"]
+
+
+def recorded(checkpoint: str, dtype: str = "float32") -> dict:
+    rows = [
+        bench.Row(case, policy, "share", value, 0.0, 20)
+        for policy, figures in {"safe": (1.0, 0.9, 1e-6), "factored": (0.2, 0.1, None)}.items()
+        for case, value in zip(policies.RECORDED_CASES.values(), figures, strict=True)
+        if value is not None
+    ]
+    rows.append(bench.Row("perplexity", "safe", "1", 44.0, 0.0, 20))
+    return {
+        "hardware": {"checkpoint": checkpoint, "dtype": dtype, "model": "a processor"}, "commit": "c" * 40,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }  # fmt: skip
+
+
+def test_recorded_answers_are_shown_for_the_measured_checkpoint_alone(traced):
+    _, model, tokenizer, tensors = traced
+    names = ["safe", "factored"]
+
+    def made(result, **changes):
+        table, caption, headings = policies.verdict_table(
+            model, tokenizer, tensors, checkpoint="sha256:here", recorded=result, names=names, **changes
+        )
+        assert list(table["policy"]) == names and table.columns[-1] == "origin"
+        return table.set_index("policy")[list(policies.ANSWERS)], caption, headings
+
+    table, caption, headings = made(recorded("sha256:here"))
+    assert table.loc["safe"].tolist() == [1.0, 0.9, 1e-6] and table.loc["factored", "dialogues"] == 0.2
+    assert math.isnan(table.loc["factored", "divergence"])
+    assert "benchmarks/policy_verdicts.py measured them on this very checkpoint" in caption and "cccccccccc" in caption
+    assert all("policy_verdicts" in headings[name] for name in policies.ANSWERS)
+    for result, why in (
+        (recorded("sha256:there"), "measured another checkpoint or dtype"),
+        (recorded("sha256:here", "bfloat16"), "measured another checkpoint or dtype"),
+        (None, "No result of benchmarks/policy_verdicts.py is installed here"),
+    ):
+        table, caption, headings = made(result)
+        assert table.isna().all(axis=None) and why in caption and headings == policies.VERDICT_HEADINGS
+    table, caption, _ = made(recorded("sha256:here"), full=True)  # this tokenizer has no template
+    assert table.isna().all(axis=None) and "no chat template" in caption
+
+
+def test_with_full_the_dialogues_are_held_now(traced, monkeypatch):
+    _, model, tokenizer, tensors = traced
+    held = []
+
+    def answers(model, tokenizer, names):
+        held.append(names)
+        return pd.DataFrame([(name, 0.5, 0.25, 0.1) for name in names], columns=["policy", *policies.ANSWERS])
+
+    monkeypatch.setattr(policies, "answers", answers)
+    monkeypatch.setattr(tokenizer, "chat_template", "a template", raising=False)
+    table, caption, headings = policies.verdict_table(
+        model, tokenizer, tensors, checkpoint="a", recorded=recorded("a"), full=True, names=["safe"]
+    )
+    assert held == [["safe"]] and table["dialogues"].tolist() == [0.5]
+    assert "computed here" in caption and headings == policies.VERDICT_HEADINGS

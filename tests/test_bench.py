@@ -151,3 +151,17 @@ def test_threads_are_pinned():
         torch.set_num_threads(before)
     with pytest.raises(InputError, match="threads: expected at least 1, found 0"):
         bench.pin_threads(0)
+
+
+def test_cases_that_are_over_are_kept_until_the_result_is_there(tmp_path):
+    said: list[str] = []
+    kept = bench.Unfinished(tmp_path / "new", "name", {"commit": "a"}, said.append)
+    kept.add("first", [{"case": "x"}])
+    assert bench.Unfinished(tmp_path / "new", "name", {"commit": "a"}, said.append).done == {"first": [{"case": "x"}]}
+    assert bench.Unfinished(tmp_path / "new", "name", {"commit": "b"}, said.append).done == {}
+    assert "going on after 1 cases" in said[0] and "starting anew" in said[1]
+    kept.path.write_text("[]")
+    with pytest.raises(InputError, match=r"name\.unfinished\.json: expected cases of an interrupted run"):
+        bench.Unfinished(tmp_path / "new", "name", {}, said.append)
+    kept.remove()
+    assert list((tmp_path / "new").iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,9 @@ from torch import Tensor
 from workbench import quality
 from workbench.analysis import parity
 from workbench.analysis.runs import using_policy
+from workbench.dialogue import fixed_dialogues, fixed_recalls
 from workbench.kernels import gated_delta_rule
+from workbench.kernels.agreement import logit_difference
 from workbench.model import CausalLM
 from workbench.numerics import CATALOGUE, EXP_OVERFLOW, NumericsPolicy, resolve_policy
 from workbench.tokenizer import Tokenizer
@@ -26,7 +29,23 @@ VERDICT_HEADINGS = {
     "error_out": "error of the output",
     "bad_out": "share not finite",
     "perplexity": "held-out perplexity",
+    "dialogues": "dialogues right",
+    "recall": "facts recalled",
+    "divergence": "prefill against decode",
 }
+
+#: Columns of `answers`: what a policy does to whole conversations, and to a prompt read at once or token by token.
+ANSWERS = ("dialogues", "recall", "divergence")
+
+#: The benchmark that measures `answers` of every preset, and how its rows are named.
+RECORDED = "policy_verdicts"
+RECORDED_CASES = {
+    "dialogues": "dialogues right",
+    "recall": "facts recalled",
+    "divergence": "prefill against decode",
+}
+#: Tokens of the prompt that prefill and decode both read.
+DIVERGENCE_TOKENS = 200
 
 
 def verdicts(
@@ -61,6 +80,106 @@ def verdicts(
             progress(f"{len(rows)} of {len(names)} policies")
     columns = ["policy", "binds", "error_out", "bad_out", "perplexity", "origin"]
     return pd.DataFrame(rows, columns=columns).astype({"binds": "boolean"})
+
+
+@torch.inference_mode()
+def prefill_decode_divergence(model: CausalLM, input_ids: Tensor) -> float:
+    """How far the logits of one pass over `input_ids` [1, T] are from those of T decode steps, by the model's policy.
+
+    max |prefill - decode| / max |decode| over all tokens; missing (NaN) where either is not finite.
+    """
+    at_once = model(input_ids, use_cache=False).logits
+    cache, steps = None, []
+    for t in range(input_ids.shape[1]):
+        out = model(input_ids[:, t : t + 1], cache=cache)
+        cache = out.cache
+        steps.append(out.logits)
+    stepwise = torch.cat(steps, dim=1)
+    if not torch.isfinite(stepwise).all():
+        return math.nan
+    difference = logit_difference(at_once, stepwise)
+    return difference if math.isfinite(difference) else math.nan
+
+
+def answers(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    names: Collection[str] = tuple(CATALOGUE),
+    *,
+    data: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> pd.DataFrame:
+    """One row for each preset of `names`, what it makes of conversations. Takes minutes for all of them.
+
+    Columns: policy; `dialogues`, the share of the 20 fixed dialogues with the right reply; `recall`, the same of the 20
+    fixed questions for a fact far back; `divergence`, see `prefill_decode_divergence`, on the first DIVERGENCE_TOKENS
+    of the held-out text. `data` None is the project's folder.
+    """
+    ids = torch.tensor(quality.heldout_tokens(tokenizer, windows=1, length=DIVERGENCE_TOKENS, data=data)[None, :-1])
+    asked = fixed_dialogues(20, data), fixed_recalls(20, data)
+    rows = []
+    for name in names:
+        with using_policy(model, CATALOGUE[name].policy):
+            right, recalled = (quality.dialogue_score(model, tokenizer, dialogues).share for dialogues in asked)
+            rows.append((name, right, recalled, prefill_decode_divergence(model, ids.to(model.device))))
+        if progress is not None:
+            progress(f"{len(rows)} of {len(names)} policies: conversations")
+    return pd.DataFrame(rows, columns=["policy", *ANSWERS])
+
+
+def recorded_answers(recorded: Mapping[str, object]) -> pd.DataFrame:
+    """`answers` as the benchmark RECORDED wrote them: a figure that was not finite has no row there and is missing."""
+    frame = pd.DataFrame(recorded["rows"]).pivot(index="backend", columns="case", values="median")
+    found = pd.DataFrame({name: frame.get(case) for name, case in RECORDED_CASES.items()}, index=frame.index)
+    return found.astype("float64").rename_axis("policy").reset_index()
+
+
+def verdict_table(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    tensors: Mapping[str, Tensor],
+    *,
+    checkpoint: str,
+    recorded: Mapping[str, object] | None,
+    full: bool = False,
+    names: Collection[str] = tuple(CATALOGUE),
+) -> tuple[pd.DataFrame, str, dict[str, str]]:
+    """`verdicts` and `answers` side by side: (table, caption, headings), as `report.table` takes them.
+
+    `checkpoint` is the model's `provenance.checkpoint_hash`, `recorded` the result of the benchmark RECORDED or None.
+    With `full` the answers are computed now. Otherwise they are the recorded ones where those are of this checkpoint
+    and dtype, and missing where not; the caption says which, and the headings too.
+    """
+    table = verdicts(model, tokenizer, tensors, names)
+    headings = dict(VERDICT_HEADINGS)
+    found, said = pd.DataFrame({"policy": list(names)}), ""
+    script = f"benchmarks/{RECORDED}.py"
+    if full and tokenizer.chat_template is not None:
+        found, said = answers(model, tokenizer, names), "20 dialogues and 20 facts, computed here"
+    elif full:
+        said = "This checkpoint has no chat template, so no dialogue can be held with it"
+    elif recorded is None:
+        said = f"No result of {script} is installed here: full = True holds the dialogues"
+    else:
+        of, dtype = recorded["hardware"]["checkpoint"], str(model.dtype).removeprefix("torch.")
+        if (of, recorded["hardware"]["dtype"]) == (checkpoint, dtype):
+            found = recorded_answers(recorded)
+            headings |= {name: f"{headings[name]} ({RECORDED})" for name in ANSWERS}
+            said = (
+                f"Columns marked {RECORDED} are not of this run: {script} measured them on this very checkpoint, with "
+                f"20 dialogues and 20 facts ({recorded['hardware']['model']}, commit {str(recorded['commit'])[:10]})"
+            )
+        else:
+            said = (
+                f"{script} measured another checkpoint or dtype ({of[:15]}..., {recorded['hardware']['dtype']}; "
+                f"here {checkpoint[:15]}..., {dtype}): full = True holds the dialogues with this one"
+            )
+    table = table.merge(found, on="policy", how="left").reindex(columns=[*table.columns[:-1], *ANSWERS, "origin"])
+    caption = (
+        "Every policy on this prompt (error, share not finite, does a clamp bind), on one window of held-out text "
+        f"(perplexity), and in conversations. {said}. A dash: not finite, or not measured."
+    )
+    return table, caption, headings
 
 
 def _binds(policy: NumericsPolicy, tensors: Mapping[str, Tensor]) -> bool | None:

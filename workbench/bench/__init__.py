@@ -12,17 +12,20 @@
 """
 
 from workbench.bench.machine import hardware, keep_freed_memory, pin_threads
-from workbench.bench.result import Correctness, Row, read_result, write_result
+from workbench.bench.result import Correctness, Row, read_result, recorded_result, write_result
 from workbench.bench.timing import interleave, spread
+from workbench.bench.unfinished import Unfinished
 
 __all__ = [
     "Correctness",
     "Row",
+    "Unfinished",
     "hardware",
     "interleave",
     "keep_freed_memory",
     "pin_threads",
     "read_result",
+    "recorded_result",
     "spread",
     "write_result",
 ]

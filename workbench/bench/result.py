@@ -23,6 +23,9 @@ from workbench.provenance import commit
 
 SCHEMA = 1
 
+#: The project's own results; an installed package has none.
+RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results"
+
 
 @dataclass(frozen=True, slots=True)
 class Correctness:
@@ -137,3 +140,12 @@ def read_result(path: Path) -> dict[str, object]:
             raise InputError(f"{path}: expected rows with {sorted(columns)}, found {sorted(row)}")
     Correctness(**content["correctness"]).check()
     return content
+
+
+def recorded_result(name: str, kind: str = "cpu", folder: Path | None = None) -> dict[str, object] | None:
+    """The committed result `<name>.<kind>.json`, checked as by `read_result`; None where there is no such file.
+
+    `folder` None is the project's own; whoever shows the figures says so where there are none.
+    """
+    path = (RESULTS if folder is None else Path(folder)) / f"{name}.{kind}.json"
+    return read_result(path) if path.is_file() else None
