@@ -414,6 +414,48 @@ def test_trace_as_json_on_stdout_is_nothing_but_json(run, checkpoint):
     assert code == 0 and (found["tokens"], found["dtype"], found["cause_id"]) == (3, "float32", None)
 
 
+def test_trace_with_a_check_names_the_place_without_ranges(run, checkpoint):
+    code, out, _ = run("trace", checkpoint, "--prompt", PROMPT, "--policy", "factored", "--check", "exact")
+    assert code == 1 and out.startswith("First value that is not finite: layers.00.gdn.decay, op gated_delta_rule\n")
+    assert "cause      not_established" in out and "absmax" not in out and "first bad" in out
+    code, out, _ = run("trace", checkpoint, "--prompt", PROMPT, "--check", "exact")
+    assert (code, out) == (0, "All values are finite in 95 tensors of 1 forward pass\n")
+
+
+def test_trace_with_a_sample_does_not_claim_what_it_has_not_seen(run, checkpoint, tmp_path):
+    target = tmp_path / "verdict.json"
+    arguments = ["trace", checkpoint, "--prompt", PROMPT, "--check", "sampled", "--json", target]
+    code, out, _ = run(*arguments)
+    unseen = "the first and last 64 values of each tensor were read, a fault elsewhere is not seen"
+    assert code == 0 and out == f"All sampled values are finite in 95 tensors of 1 forward pass; {unseen}\n"
+    code, out, _ = run(*arguments, "--policy", "factored")
+    found = json.loads(target.read_text())
+    assert code == 1 and unseen in found["verdict"] and found["check"] == "sampled"
+    assert found["ruled_out"] == [] and "sampled values are not finite" in found["evidence"][0]
+    exact = json.loads(run(*arguments[:-1], "-", "--policy", "factored", "--check", "exact")[1])
+    bad = [sum(row["first_bad"] is not None for row in result["table"]) for result in (exact, found)]
+    assert bad[0] > bad[1] > 0
+
+
+def test_trace_counts_what_narrowing_casts_lose(run, checkpoint, tmp_path):
+    target = tmp_path / "verdict.json"
+    arguments = ["trace", checkpoint, "--prompt", PROMPT, "--casts", "--json", target, "--top", 2, "--dtype"]
+    code, out, _ = run(*arguments, "float16")
+    rows = json.loads(target.read_text())["casts"]
+    assert code == 0 and list(rows[0]) == ["tap", "from", "to", "values", "overflowed", "flushed", "halved"]
+    assert {row["to"] for row in rows} == {"float16", "float32"}  # differences of gates are taken in float64
+    assert ("layers.00.gdn.out", "float32", "float16") in {(row["tap"], row["from"], row["to"]) for row in rows}
+    values, flushed = (sum(row[name] for row in rows) for name in ("values", "flushed"))
+    taps = len({row["tap"] for row in rows})
+    assert f"Narrowing casts before {taps} tap points: of {values} values 0 overflowed, {flushed} became zero" in out
+    assert "2 of" in out.split("Narrowing casts")[1] and "lost most:" in out
+    run(*arguments, "float32")
+    assert {row["to"] for row in json.loads(target.read_text())["casts"]} == {"float32"}
+    code, out, _ = run(*arguments, "float64")
+    assert "Narrowing casts: none in this pass." in out and json.loads(target.read_text())["casts"] == []
+    assert "casts" not in json.loads(run("trace", checkpoint, "--ids", "1", "--json", "-")[1])
+
+
 # ============================================================================================================
 # generate
 # ============================================================================================================

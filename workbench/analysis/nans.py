@@ -143,30 +143,43 @@ def _token_of_index(index: dict[str, int], row: pd.Series, table: pd.DataFrame) 
     return index["N"] // batch * rows + index["C"]
 
 
-def diagnose(table: pd.DataFrame, policy: NumericsPolicy) -> Verdict:
-    """What a trace alone can say about values that are not finite.
+#: What a trace with each check has seen of a tensor: how its values are called, and what it says nothing about.
+SEEN = {
+    "statistics": ("values", ""),
+    "exact": ("values", ""),
+    "sampled": (
+        "sampled values", "; the first and last 64 values of each tensor were read, a fault elsewhere is not seen"
+    ),
+}
+
+
+def diagnose(table: pd.DataFrame, policy: NumericsPolicy, check: str = "statistics") -> Verdict:
+    """What a trace alone can say about values that are not finite; `check` is what the trace was made with.
 
     The cause is named in one case, where the order of tap points leaves no other: everything up to and
     including the cumulative sum is finite, the pairwise decay made from it is not, the sum passes the limit
     of exp, and the policy's form is one that overflows there. Otherwise the first bad op is a place, and
-    the cause is NOT_ESTABLISHED.
+    the cause is NOT_ESTABLISHED: so too with the checks `exact` and `sampled`, which measure no range, and with
+    `sampled` the place is the first that the sample met.
     """
+    values, unseen = SEEN[check]
     row = first_bad(table)
     if row is None:
         passes = table["step"].nunique()
         seen = f"{len(table)} tensors of {passes} forward pass{'' if passes == 1 else 'es'}"
         return Verdict(
-            f"All values are finite in {seen}", evidence=(_closest_to_limit(table),) if len(table) else ()
+            f"All {values} are finite in {seen}{unseen}",
+            evidence=(_closest_to_limit(table),) if table["absmax"].notna().any() else (),
         )
     where = locate(row, table)
     share = float(bad_share(pd.DataFrame([row])).iloc[0])
     before = int((table.index < row.name).sum())
-    sentence = f"First value that is not finite: {row['tap']}, op {where.op}"
+    sentence = f"First value that is not finite: {row['tap']}, op {where.op}{unseen}"
     evidence = [
-        f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])}): {100 * share:.3g} % of its values are "
+        f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])}): {100 * share:.3g} % of its {values} are "
         f"not finite, the first at index {tuple(row['first_bad'])}"
     ]
-    ruled_out = [f"the {before} tensors computed before it in this trace are finite"]
+    ruled_out = [f"the {before} tensors computed before it in this trace are finite"] if not unseen else []
     cause = _exponent_overflow(row, table, policy)
     if cause is None:
         return Verdict(

@@ -25,8 +25,20 @@ def add(commands) -> None:
     parser.add_argument(
         "--top", metavar="N", type=int, default=12, help="rows of the table to print (default 12)"
     )
+    parser.add_argument(
+        "--check", choices=("statistics", "exact", "sampled"), default="statistics",
+        help="what to measure of each tensor: everything (default); only which values are not finite; only that, and "
+        "only of its first and last 64 values, which misses most faults",
+    )  # fmt: skip
+    parser.add_argument(
+        "--casts", action="store_true",
+        help="count what narrowing casts lose before each tap point; few are left in a float32 model (--dtype)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE|-", help="write the verdict and the whole table as JSON")
 
+
+#: Columns that the checks other than `statistics` do not measure.
+NOT_CHECKED = ("absmax", "rms", "frac_near_limit")
 
 #: Columns of the printed table: name in the trace -> heading.
 TRACE_COLUMNS = {
@@ -45,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
 
     model = load_model(options)
     input_ids = input_tensor(model, prompt_ids(options))
-    with torch.inference_mode(), trace(model) as seen:
+    with torch.inference_mode(), trace(model, casts=options.casts, check=options.check) as seen:
         model(input_ids, use_cache=False)
-    verdict = nans.diagnose(seen.table, model.kernels.policy)
+    verdict = nans.diagnose(seen.table, model.kernels.policy, options.check)
     if options.json is not None:
         content = {
             **verdict.to_json(),
@@ -60,15 +72,20 @@ def run(options: argparse.Namespace) -> int:
                 for row in model.kernels.attestation()
             ],
             "logits_bad_share": nans.output_share(seen.table),
+            "check": options.check,
             "table": seen.table.astype(object).to_dict("records"),
         }
+        if options.casts:
+            content["casts"] = seen.casts.astype(object).to_dict("records")
         write_json(content, options.json)
     if options.json != "-":
-        print(_text(verdict, seen.table, options.top))
+        print(_text(verdict, seen.table, options))
+        if options.casts:
+            print("\n" + _casts_text(seen.casts, options.top))
     return verdict.exit_code
 
 
-def _text(verdict: Verdict, table: pd.DataFrame, count: int) -> str:
+def _text(verdict: Verdict, table: pd.DataFrame, options: argparse.Namespace) -> str:
     from workbench.analysis import nans
 
     lines = [verdict.verdict]
@@ -78,9 +95,31 @@ def _text(verdict: Verdict, table: pd.DataFrame, count: int) -> str:
         lines.append(f"  cause      {verdict.cause_id}")
     if verdict.fix is not None:
         lines.append(f"  fix        {verdict.fix}")
-    shown = nans.worst_rows(table, count)[list(TRACE_COLUMNS)].rename(columns=TRACE_COLUMNS)
+    has_range = options.check == "statistics"
+    if not (verdict.is_fault or has_range):
+        return "\n".join(lines)  # nothing is bad, and no range says what comes nearest to it
+    columns = {name: head for name, head in TRACE_COLUMNS.items() if has_range or name not in NOT_CHECKED}
+    shown = nans.worst_rows(table, options.top)[list(columns)].rename(columns=columns)
     what = (
         "not finite, in the order of computation" if verdict.is_fault else "nearest to the limit of its dtype"
     )
     lines += ["", f"{len(shown)} of {len(table)} tensors, {what}:", text_table(shown, {"shape": "shape"})]
+    return "\n".join(lines)
+
+
+def _casts_text(casts: pd.DataFrame, count: int) -> str:
+    """Sums over all narrowing casts, then those that lost most, largest share first."""
+    if casts.empty:
+        return "Narrowing casts: none in this pass."
+    total = casts[["values", "overflowed", "flushed", "halved"]].sum()
+    lost = casts[["overflowed", "flushed", "halved"]].sum(axis=1)
+    share = (lost / casts["values"].clip(lower=1)).sort_values(ascending=False, kind="stable")
+    shown = casts.loc[share[share > 0].index[:count]]
+    lines = [
+        f"Narrowing casts before {casts['tap'].nunique()} tap points: of {total['values']} values "
+        f"{total['overflowed']} overflowed, {total['flushed']} became zero, {total['halved']} lost more than half of "
+        "their bits"
+    ]
+    if len(shown):
+        lines += [f"{len(shown)} of {len(casts)} rows, those that lost most:", text_table(shown)]
     return "\n".join(lines)
