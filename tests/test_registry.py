@@ -52,16 +52,30 @@ def test_a_named_backend_that_refuses_is_an_error_with_its_reason():
         ({"needs_grad": True}, "no backward pass"),
         ({"dtype": torch.bfloat16}, "written for float32"),
         ({"device": "cuda"}, "serves the CPU, not cuda"),
-        ({"tokens": 2}, "below 32 rows"),
     ):
         with pytest.raises(BackendError, match=f"op linear: backend torch_onednn was asked for .*{reason}"):
             resolve(call("linear", **changes), "torch_onednn")
 
 
 def test_the_automatic_choice_keeps_what_refused_and_why():
-    resolution = resolve(call("linear", needs_grad=True))
+    resolution = resolve(call("linear", needs_grad=True, weight_shape=(512, 512)))
     assert resolution.backend.name == "torch_linear"
     assert resolution.refused == (("torch_onednn", "torch's oneDNN product has no backward pass"),)
+
+
+@pytest.mark.parametrize(
+    ("op", "few", "many"),
+    [
+        ("linear", {"tokens": 1, "weight_shape": (2048, 2047)}, {"tokens": 1, "weight_shape": (2048, 2048)}),
+        ("linear", {"tokens": 31, "weight_shape": (256, 256)}, {"tokens": 64, "weight_shape": (256, 256)}),
+        ("attention", {"tokens": 511}, {"tokens": 512}),
+        ("experts", {"tokens": 511}, {"tokens": 512}),
+    ],
+)
+def test_what_gains_only_on_large_calls_is_chosen_there_and_serves_small_ones_by_name(op, few, many):
+    assert resolve(call(op, **few)).backend.name != "torch_onednn"
+    assert resolve(call(op, **many)).backend.name == "torch_onednn"
+    assert resolve(call(op, **few), "torch_onednn").backend.name == "torch_onednn"
 
 
 def test_one_token_takes_the_recurrence_and_more_take_chunks():
@@ -147,7 +161,7 @@ def test_the_attestation_says_what_the_user_named():
 
 def test_gradients_take_another_choice_than_inference():
     kernels = Kernels()
-    x, weight = torch.randn(64, 8), torch.randn(4, 8, requires_grad=True)
+    x, weight = torch.randn(64, 256), torch.randn(256, 256, requires_grad=True)
     kernels.linear(x, weight).sum().backward()
     assert weight.grad is not None
     with torch.no_grad():

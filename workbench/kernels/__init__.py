@@ -75,16 +75,17 @@ class Kernels:
         self._choices: dict[tuple, _Choice] = {}
 
     def _backend(
-        self, op: str, tokens: int, x: Tensor, *others: Tensor | None, packed: bool = False
-    ) -> Callable[..., Any]:
+        self, op: str, tokens: int, x: Tensor, *others: Tensor | None, packed: bool = False,
+        weight_shape: tuple[int, ...] = (),
+    ) -> Callable[..., Any]:  # fmt: skip
         # Any input may be the only one to train: a backend without a backward pass would drop its gradient silently.
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or any(other is not None and other.requires_grad for other in others)
         )
-        key = (op, tokens, packed, needs_grad, x.dtype, x.device)
+        key = (op, tokens, packed, needs_grad, x.dtype, x.device, weight_shape)
         choice = self._choices.get(key)
         if choice is None:
-            call = Call(op, x.device.type, x.dtype, tokens, packed, needs_grad, self.policy)
+            call = Call(op, x.device.type, x.dtype, tokens, packed, needs_grad, self.policy, tuple(weight_shape))
             resolution = resolve(call, self.requested.get(op))
             choice = self._choices[key] = _Choice(resolution.backend.run, resolution)
         choice.calls += 1
@@ -93,7 +94,7 @@ class Kernels:
     def attestation(self) -> list[Attestation]:
         """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
         rows: dict[tuple, Attestation] = {}
-        for (op, tokens, _, _, dtype, device), choice in self._choices.items():
+        for (op, tokens, _, _, dtype, device, _), choice in self._choices.items():
             if not choice.calls:
                 continue
             resolution = choice.resolution
@@ -123,7 +124,8 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `linear.spec`."""
-        return self._backend("linear", x.numel() // x.shape[-1], x, weight)(x, weight)
+        run = self._backend("linear", x.numel() // x.shape[-1], x, weight, weight_shape=weight.shape)
+        return run(x, weight)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -154,7 +156,7 @@ class Kernels:
 
     def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `experts.spec`."""
-        run = self._backend("experts", x.shape[0], x, weights, gate_up, down)
+        run = self._backend("experts", x.shape[0], x, weights, gate_up, down, weight_shape=gate_up.shape)
         return run(x, weights, experts, gate_up, down)
 
 

@@ -23,7 +23,7 @@ class Call:
 
     `tokens` is the number of tokens of one sequence for sequence ops and of all rows for per-row ops;
     `packed` says that sequences of different length share one batch row; `needs_grad` that a backward pass
-    will follow.
+    will follow; `weight_shape` is that of the op's (first) matrix, empty where it has none.
     """
 
     op: str
@@ -33,6 +33,7 @@ class Call:
     packed: bool
     needs_grad: bool
     policy: NumericsPolicy
+    weight_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

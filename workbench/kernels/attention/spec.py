@@ -22,8 +22,14 @@ from workbench.kernels.registry import Call
 OP = "attention"
 
 
+#: From this many queries on oneDNN saves more than its calls and the compilation of new shapes cost.
+ONEDNN_QUERIES = 512
+
+
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_onednn", "torch_sdpa", "reference")
+    if call.tokens >= ONEDNN_QUERIES:
+        return ("torch_onednn", "torch_sdpa", "reference")
+    return ("torch_sdpa", "torch_onednn", "reference")
 
 
 def sequences(

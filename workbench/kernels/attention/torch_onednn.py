@@ -18,8 +18,6 @@ from workbench.kernels.linear.torch_onednn import product, refusal
 from workbench.kernels.registry import Call
 from workbench.taps import Tap
 
-#: Below this many queries the calls and the compilation of new shapes outweigh the gain.
-LEAST_QUERIES = 512
 #: Rows of a block of scores are queries times the heads that share a key head: as many as keep it in the cache.
 BLOCK_ELEMENTS = 2**19
 MOST_ROWS, ROW_STEP = 256, 64
@@ -28,7 +26,7 @@ MOST_ROWS, ROW_STEP = 256, 64
 def supports(call: Call) -> str | None:
     if call.packed:
         return "written for sequences of one length"
-    return refusal(call, LEAST_QUERIES)
+    return refusal(call)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -22,8 +22,14 @@ from workbench.kernels.registry import Call
 OP = "causal_conv"
 
 
+#: Below this many tokens the shifted sums are as quick as a convolution.
+DEPTHWISE_TOKENS = 32
+
+
 def automatic_order(call: Call) -> tuple[str, ...]:
-    return ("torch_depthwise", "torch_shift")
+    if call.tokens >= DEPTHWISE_TOKENS:
+        return ("torch_depthwise", "torch_shift")
+    return ("torch_shift", "torch_depthwise")
 
 
 def with_window(x: Tensor, window: Tensor | None, sequences: int, width: int) -> Tensor:

@@ -14,17 +14,12 @@ from workbench.kernels.causal_conv.spec import with_window
 from workbench.kernels.causal_conv.torch_shift import packed_buffer, packed_rows
 from workbench.kernels.registry import Call
 
-#: Below this many tokens the shifted sums are as quick.
-LEAST_TOKENS = 32
-
 
 def supports(call: Call) -> str | None:
     if call.device != "cpu":
         return f"chosen for oneDNN on a CPU, not for {call.device}"
     if call.dtype != torch.float32:
         return f"written for float32: {call.dtype} would be rounded before the activation"
-    if call.tokens < LEAST_TOKENS:
-        return f"no gain below {LEAST_TOKENS} tokens"
     return None
 
 

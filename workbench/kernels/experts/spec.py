@@ -24,12 +24,16 @@ OP = "experts"
 
 #: Up to this many tokens pairs are cheaper than segments.
 PAIR_TOKENS = 4
+#: From this many tokens on oneDNN saves more than its padding and its calls cost.
+ONEDNN_TOKENS = 512
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
     if call.tokens <= PAIR_TOKENS:
         return ("torch_pairs", "torch_gathered", "torch_sorted")
-    return ("torch_onednn", "torch_sorted", "torch_gathered")
+    if call.tokens >= ONEDNN_TOKENS:
+        return ("torch_onednn", "torch_sorted", "torch_gathered")
+    return ("torch_sorted", "torch_gathered")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -10,12 +10,10 @@ from workbench.kernels.registry import Call
 
 #: Rows per expert come in multiples of this, so that few shapes have to be compiled.
 SEGMENT_ROWS = 32
-#: Below this many tokens the padding and the calls outweigh the gain.
-LEAST_TOKENS = 512
 
 
 def supports(call: Call) -> str | None:
-    return refusal(call, LEAST_TOKENS)
+    return refusal(call)
 
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -315,6 +315,11 @@ def ungated_solve(ungated: Tensor, decay: Tensor, right: Tensor) -> Tensor:
     return (unit_lower_solve(ungated, eye, "block_substitution") * decay) @ right
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after another along the first axis; a single one as it is, which `torch.cat` would copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @dataclass(slots=True)
 class Scan:
     """The sequential part: state of the sequences still active, [sequences V, K, W], and of those that have ended."""
@@ -435,23 +440,24 @@ def evaluate(
         if tap is not None:
             left.append(scan.state)
     if tap is not None:
-        states = torch.cat(left).unflatten(0, (-1, value_heads))
+        states = joined(left).unflatten(0, (-1, value_heads))
         seen = tap(taps.GDN_STATE, states)
         if seen is not states:  # chunks have read theirs by now: the last of each sequence is what is handed on
             parts = seen.flatten(0, 1).split(counts)
             ended = [part[count:] for part, count in zip(parts, counts[1:], strict=False) if count < part.shape[0]]
             scan.finished[int(has_empty) :] = ended
             scan.state = parts[-1]
-    inter = torch.bmm(readers.flatten(0, 1), torch.cat(entered)).view(v.shape)
+    inter = torch.bmm(readers.flatten(0, 1), joined(entered)).view(v.shape)
     inter = taps.observe(tap, taps.GDN_INTER, inter)
-    out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), torch.cat(corrections))
-    return out.view(v.shape).transpose(1, 2).contiguous()
+    out = torch.baddbmm(inter.flatten(0, 1), intra.flatten(0, 1), joined(corrections))
+    return out.view(v.shape).transpose(1, 2)
 
 
-#: Byte budget of one [C, C] matrix per chunk and value head, of which the state-free phase holds about six at a time:
-#: few enough for the caches of a CPU, many enough for a GPU, where it bounds the memory (all chunks of 100k tokens at
-#: once would be 0.8 GB a matrix at 32 heads). An observer sees all chunks at once.
-BYTES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 27}
+#: Byte budget of one matrix of the state-free phase: all value heads of a block of chunks, [C, C] or [C, K + W]
+#: whichever is wider, of which about six are held at a time. Few enough for the caches of a CPU, many enough for a GPU,
+#: where it bounds the memory (all chunks of 100k tokens at once would be 0.8 GB for [C, C] alone at 32 heads). An
+#: observer sees all chunks at once.
+BYTES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 29}
 
 
 def groups(active: Sequence[int], matrices: int, limit: int) -> list[list[int]]:
@@ -514,7 +520,7 @@ def run_in_parts(
 
     q, k, v_split, log_decay, beta = (layout.split(x) for x in (q, k, v, log_decay, beta))
     log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
-    matrices = value_heads * layout.chunk**2 * dtype.itemsize
+    matrices = value_heads * layout.chunk * max(layout.chunk, key_dim + value_dim) * dtype.itemsize
     parts = [list(layout.active)] if tap is not None else groups(layout.active, matrices, limit)
     outs, first = [], 0
     for active in parts:
@@ -528,7 +534,7 @@ def run_in_parts(
                 scan=scan, active=active, policy=policy, phase=phase, tap=tap,
             )
         )  # fmt: skip
-    out = layout.join(torch.cat(outs)).to(v.dtype)
+    out = layout.join(joined(outs)).to(v.dtype)
 
     state = torch.cat([scan.state, *reversed(scan.finished)]).unflatten(0, (-1, value_heads))
     return spec.without_nan(policy, out, state if layout.order is None else state[torch.argsort(layout.order)])
