@@ -8,9 +8,10 @@ from small_checkpoint import PROMPT, write_small_checkpoint
 
 import workbench
 from workbench.analysis.lab import Lab
-from workbench.controls import NO_CLAMP, NumericsControls
+from workbench.controls import NO_CLAMP, RECORDED_LIMITS, RECORDED_POLICIES, NumericsControls
 from workbench.errors import InputError
 from workbench.numerics import PRESETS
+from workbench.report.session import FINDINGS_FOLDER
 from workbench.tokenizer import Tokenizer
 
 
@@ -66,6 +67,32 @@ def test_settings_that_cannot_go_together_are_refused_in_place_of_the_figure(con
     assert "expected some text" in controls.status.value
     controls.site.value, controls.prompt.value = NO_CLAMP, PROMPT
     assert controls.figure.value and controls.policy.clamps == ()
+
+
+def test_a_page_gets_recorded_settings_and_a_notebook_does_not(controls, monkeypatch, tmp_path):
+    monkeypatch.delenv(FINDINGS_FOLDER, raising=False)
+    live = controls._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in live and "text/html" not in live
+    monkeypatch.setenv(FINDINGS_FOLDER, str(tmp_path))
+    bundle = controls._repr_mimebundle_()
+    page = bundle.pop("text/html")
+    assert set(bundle) == set(live) and len(page) < 1_000_000
+    settings = re.findall(r'<p class="setting">([^<]*)</p>', page)
+    assert len(settings) == len(RECORDED_LIMITS) * len(RECORDED_POLICIES)
+    seen = dict(zip(settings, re.findall(r'alt="([^"]*)"', page), strict=True))
+    name = "clamp of the cumulative sum: {}, policy: {}".format
+    assert "not finite" in seen[name("none", "factored")] and "not finite" in seen[name("±200 nats", "factored")]
+    assert "off by" in seen[name("±20 nats", "factored")]  # finite, and wrong
+    safe = [text for setting, text in seen.items() if setting.endswith("safe")]
+    assert len(set(safe)) == len(RECORDED_LIMITS) and not any("not finite" in text for text in safe)
+
+
+def test_figures_of_a_sweep_have_one_size(controls):
+    sizes = set()
+    for value in ("difference_then_mask", "factored"):
+        controls.exponent.value = value
+        sizes.update(re.findall(r'<svg[^>]*viewBox="[^"]*"', picture(controls)))
+    assert len(sizes) == 1
 
 
 def test_a_layer_without_a_delta_rule_is_an_input_error(loaded):

@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from small_checkpoint import PROMPT, write_small_checkpoint
 
+from workbench import controls
 from workbench.report import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +124,8 @@ def test_progress_names_every_code_cell(made, code_cells):
 def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == 6
+    frames = len(controls.RECORDED_LIMITS) * len(controls.RECORDED_POLICIES)
+    assert len(images) == 6 + frames and page.count('<div class="frame"') == frames
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80
@@ -138,7 +140,8 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
 
 def test_a_prompt_with_markup_is_shown_as_text(made):
     page = made[0].page.read_text(encoding="utf-8")
-    assert "<script" not in page and "&lt;script&gt;alert" in page
+    (script,) = re.findall(r"<script.*?</script", page, flags=re.DOTALL)
+    assert "section.frames" in script and "&lt;script&gt;alert" in page  # the one that moves the recorded sweep
 
 
 def test_the_same_request_gives_the_same_bytes(made, tmp_path, checkpoint):

@@ -15,7 +15,7 @@ import pytest
 
 from workbench.analysis.verdict import Verdict, Where
 from workbench.errors import InputError, WorkbenchError
-from workbench.report import build, display, execute, export, parameters, provenance, session
+from workbench.report import build, display, execute, export, parameters, provenance, recording, session
 
 SOURCE = """checkpoint = "data"  # where
 prompt = "Thou art 'more'\\nlovely – §"; rate = 0.5
@@ -188,6 +188,54 @@ def test_table_takes_headings_and_shows_missing_whole_numbers():
 
 
 # ============================================================================================================
+# Recorded sweeps
+# ============================================================================================================
+
+SWEEP = {"limit": ("none", "20"), "form": ("a", "b", "c")}
+
+
+def test_frames_stand_in_the_order_of_the_controls_and_the_first_is_seen():
+    shown = [display.Html(f"<i>{i}</i>", "") for i in range(6)]
+    page = recording.frames("sweep", SWEEP, shown)._repr_html_()
+    found = re.findall(r'<div class="frame"( hidden)?><p class="setting">([^<]*)</p><i>(\d)</i></div>', page)
+    assert [number for _, _, number in found] == list("012345")
+    assert [bool(hidden) for hidden, _, _ in found] == [False] + [True] * 5
+    assert [setting for _, setting, _ in found][1::3] == ["limit: none, form: b", "limit: 20, form: b"]
+    slider, choice = re.search(r"<input [^>]*>", page)[0], re.search(r"<select [^>]*>", page)[0]
+    assert 'type="range"' in slider and 'max="1"' in slider and 'data-stride="3"' in slider
+    assert 'data-stride="1"' in choice and page.count("<option") == 3 and page.count("<label>") == 2
+    assert '<div class="controls" hidden>' in page  # until a script is there to answer them
+
+
+@pytest.mark.parametrize(("controls", "count"), [(SWEEP, 5), (SWEEP, 7), ({}, 1), ({"limit": ()}, 0)])
+def test_a_sweep_has_one_frame_for_each_setting(controls, count):
+    with pytest.raises(InputError, match=rf"frames of 'sweep': expected one for each setting .*, found {count}"):
+        recording.frames("sweep", controls, [display.Html("", "")] * count)
+
+
+def test_words_of_a_sweep_are_escaped():
+    evil = "<script>alert(1)</script>\""
+    page = recording.frames(evil, {evil: [evil], evil + "2": [evil]}, [display.Html("", "")])._repr_html_()
+    assert "<script" not in page and '"&quot;' not in page and page.count("&lt;script") >= 8
+
+
+def test_a_page_has_the_script_of_sweeps_only_where_one_stands():
+    sweep = recording.frames("sweep", SWEEP, [display.Html("<i>", "")] * 6)
+    page = page_of(code("x", shown(text_html=sweep.page)))
+    assert page.count("<script>") == 1 and "section.frames" in page and "http" not in page and "url(" not in page
+    assert "<script" not in page_of(code("x", shown(text_html="<i>")))
+
+
+def test_recorded_frames_take_the_place_of_a_widget_that_has_them():
+    made = nbformat.v4.new_notebook(cells=[code("x", widget(), widget(text_html="<b>frames</b>"))])
+    first, second = execute.normalise(made).cells[0].outputs
+    assert first.data == {execute.WIDGET_VIEW: {}, "text/plain": "interactive control"}
+    assert second.data == {"text/html": "<b>frames</b>", "text/plain": "interactive control"}
+    page = page_of(*made.cells)
+    assert page.count("An interactive control stands here in the notebook.") == 1 and "<b>frames</b>" in page
+
+
+# ============================================================================================================
 # Execution
 # ============================================================================================================
 
@@ -263,6 +311,12 @@ def shown(**data) -> nbformat.NotebookNode:
     )
 
 
+def widget(**data) -> nbformat.NotebookNode:
+    view = shown(text_plain="IntSlider()", **data)
+    view["data"][execute.WIDGET_VIEW] = {"model_id": "x"}
+    return view
+
+
 def test_verdict_and_numbers_come_before_the_notebook_and_code_is_folded():
     page = page_of(code("x = 1", shown(text_html="<b>shown</b>")))
     order = [
@@ -297,10 +351,8 @@ def test_words_from_outside_are_escaped():
 
 
 def test_widget_views_leave_a_note_and_titles_are_not_repeated():
-    view = shown(text_plain="IntSlider()")
-    view["data"]["application/vnd.jupyter.widget-view+json"] = {"model_id": "x"}
     title = nbformat.v4.new_markdown_cell("# The title", metadata={"tags": ["title"]})
-    page = page_of(title, code("slider", view), code("a = 1", tags=["parameters"]))
+    page = page_of(title, code("slider", widget()), code("a = 1", tags=["parameters"]))
     assert "An interactive control stands here in the notebook." in page and "The title" not in page
     assert "<summary>Parameters</summary>" in page
 

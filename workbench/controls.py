@@ -1,17 +1,19 @@
 """Live controls for notebooks: ipywidgets over `analysis.lab`, redrawn at every change.
 
-They need a running kernel; an exported page says that a control stands there.
+They need a running kernel. A page has none, so controls that run for a page record a small sweep to stand there.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import time
+from dataclasses import replace
 
 import ipywidgets as widgets
 
 from workbench import plots
-from workbench.analysis.lab import Lab
+from workbench.analysis.lab import Lab, Probe
 from workbench.errors import WorkbenchError
 from workbench.model import CausalLM
 from workbench.numerics import (
@@ -20,11 +22,15 @@ from workbench.numerics import (
     CUMSUM_KINDS,
     DECODE_SITES,
     EXPONENT_FORMS,
+    PRESETS,
     SAFE,
     SOLVERS,
     Clamp,
     NumericsPolicy,
 )
+from workbench.report.display import Html
+from workbench.report.recording import frames
+from workbench.report.session import is_report
 from workbench.tokenizer import Tokenizer
 
 NO_CLAMP = "no clamp"
@@ -32,7 +38,24 @@ CHUNKS = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16")
 
 
-class NumericsControls(widgets.VBox):
+#: What a page shows of the controls: these limits on the cumulative sum under these policies.
+RECORDED_LIMITS = (None, 200.0, 80.0, 20.0, 5.0)
+RECORDED_POLICIES = ("factored", "safe")
+
+
+class RecordedControls(widgets.VBox):
+    """Widgets that also tell how to show themselves where no kernel answers them."""
+
+    def recorded(self) -> Html:
+        """The sweep that stands in a page in the place of the widgets: see `report.frames`."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **options: object) -> dict:
+        bundle = super()._repr_mimebundle_(**options)
+        return {**bundle, "text/html": self.recorded()._repr_html_()} if is_report() else bundle
+
+
+class NumericsControls(RecordedControls):
     """Exponent form, cumulative sum, solver, chunk, clamp and its limit, dtype, layer, head and prompt of one model.
 
     `figure` and `text` hold what the setting shows, `status` the time it took or the reason of a refusal.
@@ -40,6 +63,8 @@ class NumericsControls(widgets.VBox):
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer, prompt: str):
         self.lab = Lab(model, tokenizer)
+        for dtype in DTYPES:
+            self.lab.prepare(prompt, dtype)
         layer, head = self.lab.strongest(prompt, DTYPES[0])
 
         def choice(name: str, options, value=None) -> widgets.Dropdown:
@@ -97,10 +122,29 @@ class NumericsControls(widgets.VBox):
             self.figure.value = self.text.value = ""
             self.status.value = f"<p><strong>refused:</strong> {html.escape(str(error))}</p>"
             return
-        plate = plots.numerics_probe(probe, self.layer.value, self.head.value)
-        self.figure.value = plate._repr_html_()
-        self.text.value = f"<p>The model writes:</p><pre style='white-space: pre-wrap'>{html.escape(probe.text)}</pre>"
+        self.figure.value = plots.numerics_probe(probe, self.layer.value, self.head.value)._repr_html_()
+        self.text.value = _written(probe)
         self.status.value = f"<p>{time.perf_counter() - started:.2f} s</p>"
+
+    def recorded(self) -> Html:
+        """The clamp of the cumulative sum, from none to one that binds everywhere, in an unsafe and a safe form."""
+        setting = {"dtype": self.dtype.value, "layer": self.layer.value, "head": self.head.value}
+        shown = []
+        for limit, name in itertools.product(RECORDED_LIMITS, RECORDED_POLICIES):
+            clamps = () if limit is None else (Clamp(site="cumsum", phase="prefill", lo=-limit, hi=limit),)
+            probe = self.lab.probe(self.prompt.value, replace(PRESETS[name], clamps=clamps), **setting)
+            plate = plots.numerics_probe(probe, setting["layer"], setting["head"])
+            shown.append(Html(plate._repr_html_() + _written(probe), plate.caption))
+        limits = ["none" if limit is None else f"±{limit:g} nats" for limit in RECORDED_LIMITS]
+        return frames(
+            "Recorded settings of the controls",
+            {"clamp of the cumulative sum": limits, "policy": RECORDED_POLICIES},
+            shown,
+        )
 
     def _changed(self, change: dict) -> None:
         self.draw()
+
+
+def _written(probe: Probe) -> str:
+    return f"<p>The model writes:</p><pre style='white-space: pre-wrap'>{html.escape(probe.text)}</pre>"

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import matplotlib.colors
 import matplotlib.lines
+import matplotlib.path
 import matplotlib.ticker
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch, PathPatch, Rectangle
 
 from workbench.numerics import EXP_OVERFLOW
 
@@ -73,12 +74,14 @@ class Plate:
     figure: Figure
     caption: str
     alt: str
+    is_cropped: bool = True  # to what is drawn; not where figures take one another's place
 
     def svg(self) -> str:
         """The figure as SVG, byte for byte the same at every call."""
         buffer = io.StringIO()
         with matplotlib.rc_context(STYLE):
-            self.figure.savefig(buffer, format="svg", metadata=NO_METADATA, bbox_inches="tight")
+            box = "tight" if self.is_cropped else None
+            self.figure.savefig(buffer, format="svg", metadata=NO_METADATA, bbox_inches=box)
         return buffer.getvalue()
 
     def _repr_html_(self) -> str:
@@ -460,45 +463,50 @@ def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
     return _plate(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")
 
 
+#: Bounds of the error axis of `numerics_probe`: the same for every setting, so that settings can be compared.
+PROBE_ERRORS = (1e-8, 1e1)
+
+
 def numerics_probe(probe, layer: int, head: int) -> Plate:
-    """G of one head, error of every layer, and where values are not finite: from `analysis.lab.Lab.probe`."""
+    """G of one head, error of every layer, and where values are not finite: from `analysis.lab.Lab.probe`.
+
+    Panels stand at fixed places and share their axes over all settings: a figure that takes another's place changes
+    in its data alone.
+    """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=(1.0, 1.1))
-        left, right = upper.subplots(1, 2)
+        figure = Figure(figsize=(WIDTH, 4.4))
+        left = figure.add_axes((0.085, 0.665, 0.35, 0.265))
+        right = figure.add_axes((0.565, 0.665, 0.425, 0.265))
+        axes = figure.add_axes((0.085, 0.235, 0.905, 0.25))
         for chunk, rows in probe.path.groupby("chunk"):
             left.plot(rows["row"], -rows["cumsum"], color=BLUE if chunk % 2 else ORANGE, linewidth=1.3)
-        for name, dash in (("float16", (0, (4, 2))), ("float32", "-")):
-            left.axhline(EXP_OVERFLOW[name], color=RED, linewidth=1.0, linestyle=dash)
-            left.annotate(
-                f"{name} {EXP_OVERFLOW[name]:.1f}", (1.0, EXP_OVERFLOW[name]), xycoords=("axes fraction", "data"),
-                xytext=(0, 2), textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=8,
-            )  # fmt: skip
+        _limit_lines(left, vertical=False)
         left.set_yscale("symlog", linthresh=1.0, linscale=0.5)
         left.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        left.set_ylim(bottom=0.0, top=3.0 * max(EXP_OVERFLOW["float32"], -probe.path["cumsum"].min()))
+        left.set_xlim(0, len(probe.path))
+        left.set_ylim(bottom=0.0, top=4.0 * max(EXP_OVERFLOW["float32"], -probe.path["cumsum"].min()))
         left.set_title(f"|G| of layer {layer}, head {head}, chunk by chunk")
         left.set_xlabel("token")
-        left.set_ylabel("nats")
-        layers = [str(i) for i in probe.errors["layer"]]
-        errors = [error if math.isfinite(error) else math.nan for error in probe.errors["error"]]
-        finite = [max(error, 1e-9) for error in errors if not math.isnan(error)]
-        low, high = 0.3 * min([1e-7, *finite]), 10.0 * max([3e-6, *finite])
-        for place, error in enumerate(errors):
-            bad = math.isnan(error)
+        left.set_ylabel("nats", labelpad=2.0)
+        low, high = PROBE_ERRORS
+        for place, error in enumerate(probe.errors["error"]):
+            bad = not math.isfinite(error)
             right.bar(
-                place, high if bad else max(error, 1e-9), color=CARD if bad else BLUE, hatch="////" if bad else None,
-                edgecolor=RED if bad else BLUE, width=0.7,
+                place, high if bad else min(max(error, low), high), color=CARD if bad else BLUE,
+                hatch="////" if bad else None, edgecolor=RED if bad else BLUE, width=0.7,
             )  # fmt: skip
         right.axhline(3e-6, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
         right.set_yscale("log")
         right.set_ylim(low, high)
-        right.set_xticks(range(len(layers)), layers)
+        powers = range(-8, 1, 2)
+        right.set_yticks([10.0**power for power in powers], [f"1e{power}" if power else "1" for power in powers])
+        right.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        right.set_xticks(range(len(probe.errors)), [str(i) for i in probe.errors["layer"]])
         right.set_title("error against fp64 (hatched: not finite)")
         right.set_xlabel("layer")
-        axes = lower.subplots()
         names = list(probe.shares.columns)
         first = _draw_share_map(axes, probe.shares, names)
+        _join_patches(axes)
         axes.set_title("values that are not finite" if first else "every value is finite")
         _label_layers(axes, probe.shares, names)
         _label_tap_points(axes, names)
@@ -506,7 +514,26 @@ def numerics_probe(probe, layer: int, head: int) -> Plate:
     error = f"the worst layer is off by {worst:.2g}" if math.isfinite(worst) else "a layer's output is not finite"
     span = -probe.path["cumsum"].min()
     caption = f"Head {head} of layer {layer} decays by up to {span:.4g} nats in a chunk; {error}."
-    return _plate(figure, caption, "One setting of the numerics lab")
+    return Plate(figure, caption, f"One setting of the numerics lab. {caption}", is_cropped=False)
+
+
+def _join_patches(axes) -> None:
+    """Draw the rectangles of one look as one shape each: less to draw and to write for the same picture."""
+    looks: dict[tuple, list] = {}
+    for patch in list(axes.patches):
+        look = (
+            patch.get_facecolor(), patch.get_edgecolor(), patch.get_hatch(), patch.get_linewidth(), patch.get_zorder()
+        )  # fmt: skip
+        corners = patch.get_corners()
+        looks.setdefault(look, []).append(matplotlib.path.Path([*corners, corners[0]], closed=True))
+        patch.remove()
+    for (face, edge, hatch, width, order), paths in looks.items():
+        axes.add_patch(
+            PathPatch(
+                matplotlib.path.Path.make_compound_path(*paths), facecolor=face, edgecolor=edge, hatch=hatch,
+                linewidth=width, zorder=order,
+            )
+        )  # fmt: skip
 
 
 DRIFT_STYLE = ((BLUE, "-"), (SKY, "--"), (ORANGE, "-."), (RED, ":"), (PURPLE, "-"), (GREEN, "--"))

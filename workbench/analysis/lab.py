@@ -89,6 +89,10 @@ class Lab:
             readable(text, self.tokenizer)[1],
         )  # fmt: skip
 
+    def prepare(self, prompt: str, dtype: str) -> None:
+        """Compute what a setting of `prompt` in `dtype` needs and no policy changes, ahead of the first setting."""
+        self._of_safe(prompt, dtype)
+
     def _of_safe(self, prompt: str, dtype: str) -> tuple[Tensor, dict[int, dict[str, Tensor]], dict[int, Tensor]]:
         """(token ids, inputs of each delta rule under the safe policy, their exact outputs), kept for each prompt."""
         key = (prompt, dtype)

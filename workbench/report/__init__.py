@@ -5,6 +5,7 @@ Two sides. Inside a notebook: `notebook_defaults`, `write_findings` and what `di
 """
 
 from workbench.report.display import Html, passages, table, verdict_card
+from workbench.report.recording import frames
 from workbench.report.session import notebook_defaults, write_findings
 
-__all__ = ["Html", "notebook_defaults", "passages", "table", "verdict_card", "write_findings"]
+__all__ = ["Html", "frames", "notebook_defaults", "passages", "table", "verdict_card", "write_findings"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import pandas as pd
 
@@ -24,6 +25,29 @@ class Html:
 
     def __repr__(self) -> str:
         return self.text
+
+
+class Shown(Protocol):
+    """What a notebook can show: a table, a verdict, passages, a figure."""
+
+    def _repr_html_(self) -> str: ...
+
+
+def stack(*parts: Shown) -> Html:
+    """Several things below each other, as the answer to one question."""
+    return Html("\n".join(part._repr_html_() for part in parts), "\n\n".join(map(repr, parts)))
+
+
+def note(sentence: str) -> Html:
+    """A plain statement in the place of something that cannot be shown."""
+    return Html(f'<p class="note">{html.escape(sentence)}</p>', sentence)
+
+
+def recorded(name: str, result: Mapping[str, object] | None, show: Callable[[Mapping[str, object]], Shown]) -> Shown:
+    """`show(result)` of the benchmark `name`, or, where `result` is None, that none is installed here."""
+    if result is None:
+        return note(f"No result of benchmarks/{name}.py is installed here; running it in the project's clone makes one.")
+    return show(result)
 
 
 #: Characters from which a cell of a table is a sentence and no name.

@@ -127,8 +127,9 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 def normalise(notebook: NotebookNode) -> NotebookNode:
     """Take out what differs between two runs of the same notebook: times, addresses, and widgets.
 
-    A widget is dead without the kernel that made it, its ids are random and its state holds times: of its output the
-    text remains, and the view that tells a page that a control stands there, without an id.
+    A widget is dead without the kernel that made it, its ids are random and its state holds times. The frames that it
+    recorded take its place; of one that recorded none the text remains, and a view without an id, which tells a page
+    that a control stood there.
     """
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
@@ -137,8 +138,11 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
         cell.metadata.pop("execution", None)
         for output in cell.outputs:
             if WIDGET_VIEW in output.get("data", {}):
-                output.data[WIDGET_VIEW] = {}
                 output.data["text/plain"] = "interactive control"
+                if output.data.get("text/html"):
+                    del output.data[WIDGET_VIEW]
+                else:
+                    output.data[WIDGET_VIEW] = {}
             if "text/plain" in output.get("data", {}):
                 output.data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", output.data["text/plain"])
     return notebook

@@ -1,6 +1,7 @@
 """An executed notebook and its findings become one HTML file; all reports of a folder get an index page.
 
-The pages hold everything they show: no script, no font, no address of another machine.
+The pages hold everything they show: no font, no address of another machine, and a script only where a recorded sweep
+needs one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
+from workbench.report.recording import MARK
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
@@ -20,6 +23,14 @@ TEMPLATE = "template"
 
 def stylesheet() -> str:
     return (HERE / TEMPLATE / "report.css").read_text(encoding="utf-8")
+
+
+def script(notebook: NotebookNode) -> str:
+    """What moves the recorded sweeps of a notebook; empty where it shows none."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    if not any(MARK in output.get("data", {}).get("text/html", "") for output in outputs):
+        return ""
+    return (HERE / TEMPLATE / "frames.js").read_text(encoding="utf-8").strip()
 
 
 def notebook_page(
@@ -36,8 +47,11 @@ def notebook_page(
     )
     resources = {
         "metadata": {"name": name},
-        "workbench": {"findings": findings, "provenance": list(provenance), "stylesheet": stylesheet()},
-    }
+        "workbench": {
+            "findings": findings, "provenance": list(provenance), "stylesheet": stylesheet(),
+            "script": script(notebook),
+        },
+    }  # fmt: skip
     page, _ = exporter.from_notebook_node(notebook, resources=resources)
     return page.strip() + "\n"
 

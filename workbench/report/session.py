@@ -59,6 +59,11 @@ def write_findings(name: str, findings: Mapping[str, object]) -> Path:
     return path
 
 
+def is_report() -> bool:
+    """Whether the notebook runs for a page, in which no widget will live."""
+    return FINDINGS_FOLDER in os.environ
+
+
 def default_folder() -> Path:
     """`reports` of the project that the working directory belongs to: beside `notebooks`, or inside the
     directory."""
