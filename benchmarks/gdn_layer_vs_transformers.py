@@ -4,10 +4,10 @@
 
 Hidden size 2048, 16 key and 32 value heads of 128, convolution of 4; batch 1. Prefill and decode steps of the whole
 layer, and of everything but its projections (both sides' projections then return stored results of the same input, so
-that only lookups remain of them), in fp32 and with bf16 weights and input. Beside them the gated delta rule alone:
-two-phase (in blocks of chunks under the CPU's byte budget, and under the GPU's) against interleaved, for four chunk
-sizes, with the kernels that each launches. Outputs are compared before anything is timed. Writes
-benchmarks/results/gdn_layer_vs_transformers.cpu.json.
+that only lookups remain of them), in fp32, in fp32 with chunks of 32, and with bf16 weights and input. Beside them the
+gated delta rule alone, with the kernels that each launches: two-phase (in blocks of chunks under the CPU's byte budget,
+and under the GPU's) against interleaved for four chunk sizes, and every solver for the same chunk sizes. Outputs are
+compared before anything is timed. Writes benchmarks/results/gdn_layer_vs_transformers.cpu.json.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from workbench.kernels.agreement import relative_error
 from workbench.kernels.gated_delta_rule import torch_chunk
 from workbench.kernels.gated_delta_rule.spec import example
 from workbench.model import GatedDeltaNet, Joint, Pass
-from workbench.numerics import PRESETS
+from workbench.numerics import ACCURATE_SOLVERS, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "gdn_layer_vs_transformers"
@@ -43,6 +43,10 @@ SHAPE = {
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 CHUNKS = (16, 32, 64, 128)
+#: Name of a setting of the layer, its dtype and chunk.
+SETTINGS = (
+    ("float32", torch.float32, 64), ("float32, chunk 32", torch.float32, 32), ("bfloat16", torch.bfloat16, 64)
+)  # fmt: skip
 #: The gate by dtype: largest relative difference (Frobenius) of outputs and states.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DECODE_STEPS = 8
@@ -68,8 +72,8 @@ class Stored(nn.Module):
 class Workbench:
     """Our layer with its kernels and the memory of one sequence."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, policy: str = "safe"):
-        self.kernels = Kernels(None, policy)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, chunk: int):
+        self.kernels = Kernels(None, dataclasses.replace(PRESETS["safe"], chunk=chunk))
         self.config, self.dtype = config, dtype
         self.layer = GatedDeltaNet(config).to(dtype)
         self.shared = Pass(self.kernels, [0], None, None, torch.empty(0), torch.empty(0))
@@ -189,10 +193,9 @@ def both_sides(case: str, ours: Callable[[], object], theirs: Callable[[], objec
     return [*rows, bench.Row.of(case, "transformers / workbench", "ratio of one round", ratios)]
 
 
-def layer_rows(ours: Workbench, theirs: Transformers, prefills: list[Tensor], steps: Tensor,
+def layer_rows(setting: str, ours: Workbench, theirs: Transformers, prefills: list[Tensor], steps: Tensor,
                rounds: int) -> list[bench.Row]:  # fmt: skip
     found = []
-    dtype = str(ours.dtype).removeprefix("torch.")
 
     def decode(side: Side, memory: object) -> None:
         for t in range(steps.shape[1]):
@@ -202,7 +205,7 @@ def layer_rows(ours: Workbench, theirs: Transformers, prefills: list[Tensor], st
         for x in prefills:
             found.extend(
                 both_sides(
-                    f"{dtype}, {part}, prefill of {x.shape[1]} tokens",
+                    f"{setting}, {part}, prefill of {x.shape[1]} tokens",
                     lambda x=x: ours(x, ours.memory()), lambda x=x: theirs(x, theirs.memory()), rounds,
                     factor=1e3, unit="ms", attested=lambda: ours.attested("2 and more"),
                 )
@@ -212,7 +215,7 @@ def layer_rows(ours: Workbench, theirs: Transformers, prefills: list[Tensor], st
         theirs(prefills[0], other)
         found.extend(
             both_sides(
-                f"{dtype}, {part}, decode step", lambda: decode(ours, mine), lambda: decode(theirs, other),
+                f"{setting}, {part}, decode step", lambda: decode(ours, mine), lambda: decode(theirs, other),
                 3 * rounds, factor=1e3 / steps.shape[1], unit="ms per token", attested=lambda: ours.attested("1"),
             )
         )  # fmt: skip
@@ -243,13 +246,37 @@ def structure_rows(lengths: list[int], rounds: int) -> tuple[list[bench.Row], fl
             case = f"float32, gated delta rule alone, {tokens} tokens, chunk {chunk}"
             for name, seconds in samples.items():
                 rows.append(bench.Row.of(case, name, "ms", [1e3 * s for s in seconds]))
-                with torch.inference_mode(False):
-                    launched = count_launches(runs[name])
-                rows.append(bench.Row(case, name, "kernels launched", launched.kernels, 0.0, 1))
-                rows.append(bench.Row(case, name, "host syncs", launched.syncs, 0.0, 1))
+                rows += launch_rows(case, name, runs[name])
             ratios = [b / a for a, b in zip(samples["two-phase"], samples["interleaved"], strict=True)]
             rows.append(bench.Row.of(case, "interleaved / two-phase", "ratio of one round", ratios))
     return rows, largest
+
+
+def solver_rows(tokens: int, rounds: int) -> tuple[list[bench.Row], float]:
+    """The two-phase form with every accurate solver and chunk: time and launches; and how far the solvers differ."""
+    rows, largest = [], 0.0
+    inputs = example(tokens=tokens, key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    for chunk in CHUNKS:
+        case = f"float32, gated delta rule alone, {tokens} tokens, chunk {chunk}, by solver"
+        runs = {
+            solver: partial(
+                torch_chunk.run, **inputs, policy=dataclasses.replace(PRESETS["safe"], chunk=chunk, solver=solver)
+            )
+            for solver in ACCURATE_SOLVERS
+        }
+        expected = runs[ACCURATE_SOLVERS[0]]()[0]
+        largest = max(largest, *(relative_error(run()[0], expected) for run in runs.values()))
+        for solver, seconds in bench.interleave(runs, rounds=rounds, warmup=1).items():
+            rows.append(bench.Row.of(case, solver, "ms", [1e3 * s for s in seconds]))
+            rows += launch_rows(case, solver, runs[solver])
+    return rows, largest
+
+
+def launch_rows(case: str, backend: str, run: Callable[[], object]) -> list[bench.Row]:
+    with torch.inference_mode(False):
+        launched = count_launches(run)
+    counts = (("kernels launched", launched.kernels), ("host syncs", launched.syncs))
+    return [bench.Row(case, backend, unit, count, 0.0, 1) for unit, count in counts]
 
 
 def main() -> int:
@@ -266,17 +293,18 @@ def main() -> int:
     wide = [torch.randn(1, n, ours_config.hidden_size, generator=generator) for n in (*arguments.lengths, DECODE_STEPS)]
 
     weights, sides, share = None, [], 0.0
-    for dtype, limit in LIMITS.items():
-        ours, theirs = Workbench(ours_config, dtype), Transformers(theirs_config, dtype)
+    for setting, dtype, chunk in SETTINGS:
+        limit = LIMITS[dtype]
+        ours, theirs = Workbench(ours_config, dtype, chunk), Transformers(theirs_config, dtype)
         weights = weights if weights is not None else make_weights(theirs.layer)
         ours.load(weights)
         theirs.load(weights)
         *prefills, steps = [x.to(dtype) for x in wide]
         pairs = zip(run_all(ours, prefills, steps), run_all(theirs, prefills, steps), strict=True)
         largest = max(relative_error(a, b) for a, b in pairs)
-        print(f"{dtype}: outputs and states differ by {largest:.1e}, limit {limit:.0e}", flush=True)
+        print(f"{setting}: outputs and states differ by {largest:.1e}, limit {limit:.0e}", flush=True)
         share = max(share, largest / limit)
-        sides.append((ours, theirs, prefills, steps))
+        sides.append((setting, ours, theirs, prefills, steps))
     limits = ", ".join(f"{str(dtype).removeprefix('torch.')} {limit:.0e}" for dtype, limit in LIMITS.items())
     metric = f"relative difference of outputs and states over its limit ({limits}; structures 1e-06)"
     bench.Correctness(metric, share, 1.0).check()
@@ -284,6 +312,8 @@ def main() -> int:
     rows = [row for side in sides for row in layer_rows(*side, arguments.rounds)]
     more, largest = structure_rows(arguments.lengths, arguments.rounds)
     rows += more
+    more, found = solver_rows(min(arguments.lengths), arguments.rounds)
+    rows, largest = rows + more, max(largest, found)
     correctness = bench.Correctness(metric, max(share, largest / 1e-6), 1.0)
     for row in rows:
         print(f"{row.case:58} {row.backend:26} {row.median:9.3f} {row.unit}, IQR {row.iqr:.3f}, n {row.n}")
