@@ -4,9 +4,9 @@
 
 Per preset, in float32: relative error of output and state against the float64 oracle in the worst layer, the largest
 share of an output that is not finite, and whether a clamp binds, on the inputs of the first 512 held-out tokens;
-perplexity over 20 held-out windows; 20 dialogues and 20 recalls; and how far the logits of one prefill are from those of
-decode steps. A figure that is not finite has no row. The gate: the safe policy's error. A policy that is done is kept in
-OUT until all are, so that the same command goes on after an interruption. Writes
+perplexity over 20 held-out windows; 20 dialogues and 20 recalls; and how far the logits of one prefill are from those
+of decode steps. A figure that is not finite has no row. The gate: the safe policy's error. A policy that is done is
+kept in OUT until all are, so that the same command goes on after an interruption. Writes
 benchmarks/results/policy_verdicts.cpu.json.
 """
 

@@ -70,3 +70,12 @@ def test_an_interrupted_run_goes_on_where_it_was(script, held, tmp_path, monkeyp
     monkeypatch.setattr(script, "measure", measure)
     assert script.main(["--out", str(tmp_path), "--policies", *NAMES]) == 0
     assert held == NAMES and "going on after 2 cases" in capsys.readouterr().err
+
+
+
+def test_the_committed_result_names_every_preset():
+    result = bench.recorded_result("policy_verdicts")
+    read = policies.recorded_answers(result).set_index("policy")
+    assert set(read.index) == set(policies.CATALOGUE) and read["dialogues"].notna().all()
+    assert read.loc["safe", "dialogues"] == read.loc["safe", "recall"] == 1.0
+    assert read.loc["safe", "divergence"] < 1e-5 < read.loc["clamp_cumsum_20_prefill", "divergence"]
