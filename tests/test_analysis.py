@@ -380,3 +380,18 @@ def test_conditions_name_what_ran(safe):
     found = overflow.conditions(safe)
     assert found["dtype"] == "float32" and found["threads"] == 1 and found["policy"]["cumsum"] == "float64"
     assert found["backends"]["gated_delta_rule (float32, 2 and more tokens)"] == "torch_chunk"
+
+
+def test_the_answers_of_policies_are_told_by_where_they_part():
+    def wrote(label: str, *tokens: int, error: str | None = None) -> runs.Continuation:
+        return runs.Continuation(label, tokens, error)
+
+    safe = wrote("safe", 1, 2, 3)
+    read = overflow.answer_reading([safe, wrote("a", error="no token"), wrote("b", 1, 2, 3), wrote("c", 1, 9, 3)])
+    assert "Under a it refuses to draw a token. Under b it writes the same." in read
+    assert read.endswith("Under c it goes on without a warning, and leaves the text of safe after 1 of 3 tokens.")
+    assert "after 2 of 3 tokens" in overflow.answer_reading([safe, wrote("d", 1, 2)])
+
+
+def test_the_shape_of_an_output_is_that_of_the_values(safe):
+    assert parity.output_shape(safe.trace.tensors) == (1, 100, 4, 24)

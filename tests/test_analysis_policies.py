@@ -111,22 +111,23 @@ def recorded(checkpoint: str, dtype: str = "float32") -> dict:
     }  # fmt: skip
 
 
-def test_recorded_answers_are_shown_for_the_measured_checkpoint_alone(traced):
+def test_recorded_answers_are_shown_for_the_measured_checkpoint_alone(traced, monkeypatch):
     _, model, tokenizer, tensors = traced
+    monkeypatch.setattr(policies, "checkpoint_hash", lambda folder: f"sha256:{folder}")
     names = ["safe", "factored"]
 
     def made(result, **changes):
         table, caption, headings = policies.verdict_table(
-            model, tokenizer, tensors, checkpoint="sha256:here", recorded=result, names=names, **changes
+            model, tokenizer, tensors, checkpoint="here", recorded=result, names=names, **changes
         )
-        assert list(table["policy"]) == names and table.columns[-1] == "origin"
+        assert list(table["policy"]) == names and list(table.columns[-3:]) == list(policies.ANSWERS)
         return table.set_index("policy")[list(policies.ANSWERS)], caption, headings
 
     table, caption, headings = made(recorded("sha256:here"))
     assert table.loc["safe"].tolist() == [1.0, 0.9, 1e-6] and table.loc["factored", "dialogues"] == 0.2
     assert math.isnan(table.loc["factored", "divergence"])
-    assert "benchmarks/policy_verdicts.py measured them on this very checkpoint" in caption and "cccccccccc" in caption
-    assert all("policy_verdicts" in headings[name] for name in policies.ANSWERS)
+    assert "benchmarks/policy_verdicts.py measured it on this very checkpoint" in caption and "cccccccccc" in caption
+    assert all(headings[name].startswith("recorded: ") for name in policies.ANSWERS)
     for result, why in (
         (recorded("sha256:there"), "measured another checkpoint or dtype"),
         (recorded("sha256:here", "bfloat16"), "measured another checkpoint or dtype"),

@@ -7,6 +7,8 @@ import torch
 from models import mini
 
 import workbench
+from workbench import bench
+from workbench.analysis import nan_checks, nans
 from workbench.analysis.nan_checks import EXTENTS, POSITIONS, miss_rates, missed_in_pass, run_miss_rate
 from workbench.config import ModelConfig
 from workbench.errors import InputError
@@ -115,3 +117,55 @@ def test_an_unknown_check_is_refused():
         overflowing(), check="fast"
     ):
         pass
+
+
+def traced(model: CausalLM, ids: torch.Tensor) -> tuple:
+    tables = []
+    with torch.no_grad():
+        for check in ("exact", "sampled"):
+            with workbench.trace(model, check=check) as trace:
+                model(ids)
+            tables.append(trace.table)
+    return tuple(tables)
+
+
+def test_the_map_says_of_each_tap_point_what_the_sample_makes_of_it(ids):
+    exact, sampled = traced(overflowing(), ids)
+    words = nan_checks.sampled_map(exact, sampled)
+    assert words.shape == nans.share_map(exact).shape
+    found = missed_in_pass(exact, sampled)
+    by_word = words.stack().value_counts()
+    assert by_word["missed"] == found["missed"].sum() and set(by_word.index) == {"finite", "seen", "missed"}
+    inside = found["tap"].str.startswith("layers.")
+    assert by_word["seen"] == (inside & ~found["missed"]).sum()
+    assert words.loc[0, "gdn.q"] == "finite" and words.loc[0, "attn.q"] is None
+    first = found.iloc[0]
+    assert words.loc[0, "gdn.decay"] == ("missed" if first["missed"] else "seen")
+
+
+def test_the_reading_names_what_is_blamed_and_claims_no_miss_where_there_is_none(ids):
+    exact, sampled = traced(overflowing(), ids)
+    found = missed_in_pass(exact, sampled)
+    reading = nan_checks.missed_reading(found, len(exact))
+    assert f"{len(found)} of {len(exact)} tensors" in reading and f"of {found['missed'].sum()} of them" in reading
+    hidden = found.assign(missed=[True, *[False] * (len(found) - 1)])
+    blamed = hidden.iloc[1]["tap"]
+    reading = nan_checks.missed_reading(hidden, 9)
+    assert f"born at layers.00.gdn.decay (gated_delta_rule), it blames {blamed} (" in reading
+    assert "it blames nothing" in nan_checks.missed_reading(found.assign(missed=True), 9)
+    assert "too large to miss" in nan_checks.missed_reading(found.assign(missed=False), 9)
+    assert "nothing to miss" in nan_checks.missed_reading(found.iloc[:0], 9)
+
+
+def test_the_rates_read_as_a_table_with_the_recorded_cost():
+    shape = (1, 130, 4, 64)
+    rates = miss_rates(shape, trials=20)
+    table = nan_checks.rate_table(rates)
+    assert list(table.columns) == ["what", "share", *POSITIONS] == list(nan_checks.RATE_HEADINGS)
+    assert table["what"].tolist() == [extent.what for extent in EXTENTS.values()]
+    assert table.iloc[-1][["share", "first", "anywhere"]].tolist() == [0.25, 0.0, 0.5]
+    reading = nan_checks.rate_reading(rates, shape)
+    assert "1 x 130 x 4 x 64" in reading and "missed at 50 %" in reading and "the exact check misses none" in reading
+    cost = nan_checks.cost_reading(bench.recorded_result("nan_checks"))
+    assert "the exact check adds" in cost and "thread, benchmarks/nan_checks.py" in cost
+    assert "no result is installed here" in nan_checks.cost_reading(None)

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import html
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ import nbformat
 import pytest
 from small_checkpoint import PROMPT, write_small_checkpoint
 
-from workbench import controls
+from workbench import bench, controls
+from workbench.numerics import CATALOGUE
 from workbench.report import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +127,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
     frames = len(controls.RECORDED_LIMITS) * len(controls.RECORDED_POLICIES)
-    assert len(images) == 6 + frames and page.count('<div class="frame"') == frames
+    assert len(images) == 8 + frames and page.count('<div class="frame"') == frames
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80
@@ -136,6 +138,18 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     for sentence in made[0].findings["verdict"]:
         assert page.index(sentence[:40]) < page.index("<details")
     assert "output_error" not in page and "Traceback" not in page
+
+
+def test_the_page_answers_each_question_of_the_lab(made, code_cells):
+    page = html.unescape(made[0].page.read_text(encoding="utf-8"))
+    assert "Under factored it refuses to draw a token." in page and "policy nan_to_num" in page
+    assert "the sampled check says that they are clean" in page and "one head from a token on" in page
+    for name in CATALOGUE:
+        assert f"<td>{name}</td>" in page, name
+    assert "policy_verdicts.py measured another checkpoint or dtype" in page  # the recorded result is the miniature's
+    result = bench.recorded_result("gdn_layer_vs_transformers")
+    assert f"by `{result['command']}` at commit {result['commit'][:10]}" in page
+    assert f"transformers {result['versions']['transformers']}" in page and result["hardware"]["model"] in page
 
 
 def test_a_prompt_with_markup_is_shown_as_text(made):
@@ -165,6 +179,10 @@ def test_the_miniature_overflows_as_recorded(tmp_path):
     for policy in ("safe", "segsum"):
         assert max(errors[policy]["error_out"], errors[policy]["error_state"]) < 3e-6
     assert errors["factored"]["error_out"] is None
+    page = html.unescape(made.page.read_text(encoding="utf-8"))
+    assert "policy_verdicts.py measured it on this very checkpoint" in page and "recorded: dialogues right" in page
+    assert "born at layers.00.gdn.decay (gated_delta_rule), it blames layers.00.post_norm (rms_norm)" in page
+    assert "Under nan_to_num it goes on without a warning" in page
 
 
 def test_full_compares_every_preset_on_a_mild_checkpoint(tmp_path):

@@ -66,12 +66,18 @@ PLATES = {
     "drift": lambda: plots.state_drift(drift_table(), 5),
     "triggers": lambda: plots.triggers(trigger_table(), "factored", 88.7),
     "curve": lambda: plots.training_curve(curve_table()),
+    "sampled": lambda: plots.sampled_map(word_table(), "factored", "3 of 6 tensors are bad."),
 }
 
 
 def drift_table() -> pd.DataFrame:
     rows = [(name, 100 * n, 3.0, error * n) for name, error in (("safe, float32", 1e-7), ("b", 0.2)) for n in (1, 2)]
     return pd.DataFrame(rows, columns=["setting", "tokens", "norm", "error"])
+
+
+def word_table() -> pd.DataFrame:
+    columns = ["gdn.cumsum", "gdn.decay", "attn.out", "residual"]
+    return pd.DataFrame([["finite", "missed", None, "seen"], [None, None, "seen", "seen"]], columns=columns)
 
 
 def trigger_table(observed: tuple[bool, ...] = (True, False, True)) -> pd.DataFrame:
@@ -208,3 +214,11 @@ def test_the_trigger_plot_counts_where_the_predicate_is_wrong():
 def test_the_drift_is_stated_at_the_end():
     caption = plots.state_drift(drift_table(), 5).caption
     assert caption == "After 200 tokens: safe, float32 is off by 2e-07; b is off by 0.4."
+
+
+def test_the_map_of_a_sampled_check_tells_missed_from_seen_by_hatch():
+    axes = PLATES["sampled"]().figure.axes[0]
+    by_place = {(round(p.get_x(), 1), round(p.get_y(), 1)): p.get_hatch() for p in axes.patches}
+    assert [by_place[x, 0.0] for x in (0.0, 1.0, 3.0)] == [None, "xxxx", "...."]
+    assert by_place[(2.0, 0.0)] is None and by_place[(2.0, 1.0)] == "...."
+    assert "not finite, called clean" in texts(PLATES["sampled"]())

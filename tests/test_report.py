@@ -180,6 +180,23 @@ def test_everything_shown_is_escaped():
         assert shown._repr_html_().count(html.escape(evil)) >= 3
 
 
+def test_parts_of_one_answer_stand_below_each_other_and_may_be_folded():
+    first, second = display.note("a < b"), display.Html("<i>2</i>", "two")
+    both = display.stack(first, display.folded("more & more", second))
+    assert both.page == (
+        '<p class="note">a &lt; b</p>\n<details><summary>more &amp; more</summary><i>2</i></details>'
+    )  # fmt: skip
+    assert both.text == "a < b\n\nmore & more\ntwo"
+
+
+def test_a_result_that_is_not_installed_is_said_to_be_missing():
+    shown = display.recorded("name", {"rows": 3}, lambda result: display.note(str(result["rows"])))
+    assert shown.text == "3"
+    assert display.recorded("name", None, lambda result: display.note("")).text == (
+        "No result of benchmarks/name.py is installed here; run it in the project's clone for one."
+    )
+
+
 def test_table_takes_headings_and_shows_missing_whole_numbers():
     frame = pd.DataFrame({"a": pd.array([1, None], dtype="Int64"), "b": [0.5, 2.0]})
     page = display.table(frame, "reading", {"a": "first"})._repr_html_()

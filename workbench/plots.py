@@ -559,3 +559,140 @@ def state_drift(table: pd.DataFrame, layer: int) -> Plate:
     parts = [f"{row.setting} is off by {row.error:.1g}" for row in last.itertuples()]
     caption = f"After {int(table['tokens'].max()):,} tokens: {'; '.join(parts)}."
     return _plate(figure, caption, f"State of layer {layer} over {int(table['tokens'].max()):,} tokens")
+
+
+#: How `sampled_map` draws a tap point: colour, hatch, edge of the hatch, label.
+SAMPLE_STYLE: dict[str, tuple[str, str | None, str, str]] = {
+    "finite": (SAFE_CELL, None, CARD, "all finite"),
+    "seen": (SKY, "....", INK, "not finite, and the sample meets it"),
+    "missed": (RED, "xxxx", CARD, "not finite, called clean"),
+}
+
+
+def sampled_map(words: pd.DataFrame, policy: str, reading: str) -> Plate:
+    """What the sampled check says of every tap point: `analysis.nan_checks.sampled_map` and `missed_reading`."""
+    names = list(words.columns)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(1.5 + 0.235 * len(words))
+        for y, (_, row) in enumerate(words.iterrows()):
+            for x, word in enumerate(row):
+                if word not in SAMPLE_STYLE:
+                    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=CARD, edgecolor=FAINT, linewidth=0.4))
+                    continue
+                color, hatch, edge, _ = SAMPLE_STYLE[word]
+                axes.add_patch(
+                    Rectangle(
+                        (x + 0.04, y + 0.04), 0.92, 0.92, facecolor=color, hatch=hatch, edgecolor=edge, linewidth=0.0
+                    )
+                )  # fmt: skip
+        axes.set_title(f"policy {policy}: what the first and last 64 values of each tensor tell")
+        _label_layers(axes, words, names)
+        _label_tap_points(axes, names)
+        handles = [
+            Patch(facecolor=color, hatch=hatch, edgecolor=edge, linewidth=0.0, label=label)
+            for color, hatch, edge, label in SAMPLE_STYLE.values()
+        ]
+        handles.append(Patch(facecolor=CARD, edgecolor=FAINT, label="no such op in the layer"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=1.2)
+    return _plate(figure, reading, f"Map of {len(words)} layers by tap points")
+
+
+#: Colour, marker and dash of each structure of the gated delta rule.
+STRUCTURE_STYLE: dict[str, tuple[str, str, str]] = {
+    "two-phase": (BLUE, "o", "-"),
+    "two-phase, GPU's budget": (GREEN, "^", "-."),
+    "interleaved": (ORANGE, "s", "--"),
+}
+
+#: The same of each solver.
+SOLVER_STYLE: dict[str, tuple[str, str, str]] = {
+    "auto": (INK, ".", ":"),
+    "block_substitution": (RED, "X", "-"),
+    "solve_triangular": (PURPLE, "D", "--"),
+    "row_loop": (GREY, "v", "-."),
+    "ungated_inverse": (SKY, "P", "--"),
+}
+
+PART_STYLE = {"whole layer": (BLUE, None), "all but projections": (SKY, "////")}
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100.0 else f"{value:.3g}"
+
+
+def layer_times(layer: pd.DataFrame, alone: pd.DataFrame, source: str) -> Plate:
+    """A layer beside transformers', structures and solvers by chunk size: from `analysis.layer_times`.
+
+    `layer` is `against_transformers`, `alone` is `structures`, `source` the sentence on what it was measured with.
+    """
+    settings = list(dict.fromkeys(layer["setting"]))
+    by_structure, by_solver = alone[alone["kind"] == "structure"], alone[alone["kind"] == "solver"]
+    tokens = by_structure["tokens"].max()
+    by_structure = by_structure[by_structure["tokens"] == tokens]
+    with matplotlib.rc_context(STYLE):
+        rows = layer.groupby("setting").size().max()
+        figure = Figure(figsize=(WIDTH, 4.1 + 0.27 * rows), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=(0.27 * rows + 1.3, 2.8))
+        upper.suptitle("Transformers' time over ours (ours : theirs, ms)", x=0.01, ha="left", fontweight="bold",
+                       fontsize=10.0)  # fmt: skip
+        panels = upper.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+        for axes, setting in zip(panels, settings, strict=True):
+            _draw_ratios(axes, layer[layer["setting"] == setting].reset_index(drop=True))
+            axes.set_title(setting)
+            axes.set_xlim(0, (1.5 + 0.3 * len(settings)) * layer["ratio"].max())
+            axes.set_ylim(rows - 0.5, -0.5)
+        handles = [
+            Patch(facecolor=color, hatch=hatch, edgecolor=CARD, linewidth=0.0, label=part)
+            for part, (color, hatch) in PART_STYLE.items()
+        ]
+        upper.legend(handles=handles, loc="outside lower center", ncols=2)
+        left, middle, *right = lower.subplots(1, 2 if by_solver.empty else 3)
+        _draw_by_chunk(left, by_structure, "ms", STRUCTURE_STYLE)
+        _draw_by_chunk(middle, by_structure, "kernels", STRUCTURE_STYLE)
+        left.set_title(f"Rule alone, {tokens} tokens: ms")
+        left.set_ylim(0.0, 1.12 * by_structure["ms"].max())
+        middle.set_title("kernels launched")
+        middle.set_yscale("log")
+        for axes in right:
+            _draw_by_chunk(axes, by_solver, "ms", SOLVER_STYLE)
+            axes.set_title(f"Solvers, {by_solver['tokens'].max()} tokens: ms")
+            axes.set_ylim(0.0, 1.12 * by_solver["ms"].max())
+        handles = [line for axes in (left, *right) for line in axes.lines]
+        lower.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.2)
+    whole = layer[layer["part"] == "whole layer"]
+    ratios = "; ".join(
+        f"{name} {', '.join(f'{row.ratio:.2f} ({row.phase})' for row in whole[whole['setting'] == name].itertuples())}"
+        for name in settings
+    )
+    best = by_structure.loc[by_structure["ms"].idxmin()]
+    caption = (
+        f"One layer of the 35B shape, times as fast as transformers' as a whole: {ratios}. Of the structures "
+        f"{best['name']} with chunks of {best['chunk']} takes the least time here ({best['ms']:.0f} ms). {source}"
+    )
+    return _plate(figure, caption, "Times of a GatedDeltaNet layer")
+
+
+def _draw_ratios(axes, rows: pd.DataFrame) -> None:
+    for y, row in enumerate(rows.itertuples()):
+        color, hatch = PART_STYLE[row.part]
+        axes.barh(y, row.ratio, height=0.66, color=color, hatch=hatch, edgecolor=CARD, linewidth=0.0,
+                  xerr=row.ratio_iqr / 2, error_kw={"ecolor": INK, "elinewidth": 0.9})  # fmt: skip
+        axes.annotate(
+            f"{row.ratio:.2f} ({_milliseconds(row.workbench)} : {_milliseconds(row.transformers)})",
+            (row.ratio + row.ratio_iqr / 2, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5,
+        )  # fmt: skip
+    axes.axvline(1.0, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+    axes.set_xticks([0, 1, 2])
+    axes.set_yticks(range(len(rows)), rows["phase"])
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_by_chunk(axes, rows: pd.DataFrame, column: str, style: dict[str, tuple[str, str, str]]) -> None:
+    """A line for each name over the chunk sizes, which stand at equal distances."""
+    chunks = sorted(rows["chunk"].unique())
+    for name, found in rows.groupby("name", sort=False):
+        color, marker, dash = style.get(name, (INK, "o", "-"))
+        axes.plot([chunks.index(chunk) for chunk in found["chunk"]], found[column], color=color, marker=marker,
+                  linestyle=dash, markersize=5, label=name)  # fmt: skip
+    axes.set_xticks(range(len(chunks)), [str(chunk) for chunk in chunks])
+    axes.set_xlabel("rows of a chunk")

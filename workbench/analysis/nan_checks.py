@@ -8,13 +8,15 @@ are no such runs but rows, heads and tokens of [B, T, V, W], which is what is la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench import taps
+from workbench.analysis import nans
 from workbench.errors import InputError
 from workbench.tracing.checks import CHECKS, SAMPLE_VALUES
 
@@ -131,3 +133,90 @@ def missed_in_pass(exact: pd.DataFrame, sampled: pd.DataFrame) -> pd.DataFrame:
     found["bad_share"], found["sampled_share"] = exact[kinds].sum(axis=1), sampled[kinds].sum(axis=1)
     found["missed"] = found["sampled_share"] == 0
     return found[found["bad_share"] > 0].reset_index(drop=True)
+
+
+def sampled_map(exact: pd.DataFrame, sampled: pd.DataFrame) -> pd.DataFrame:
+    """What the sampled check says of each tap point of a pass: layers down, tap points across, in the order computed.
+
+    "finite", "seen" (bad, and the sample meets it) or "missed" (bad, and the sample is clean); missing where a layer
+    has no such tap point. Of a tap point that a pass reaches several times the worst counts.
+    """
+    found = missed_in_pass(exact, sampled)
+    bad, seen = nans.share_map(exact), nans.share_map(sampled)
+    words = bad.mask(bad == 0, "finite").mask((bad > 0) & (seen > 0), "seen").mask((bad > 0) & (seen == 0), "missed")
+    for row in found[found["missed"]].itertuples():
+        layer, tap = taps.split_name(row.tap)
+        if layer is not None:
+            words.loc[layer, tap] = "missed"
+    return words.astype("object").where(bad.notna(), None)
+
+
+def missed_reading(found: pd.DataFrame, tensors: int) -> str:
+    """`missed_in_pass` of a pass with so many `tensors`, as a sentence."""
+    if found.empty:
+        return f"All {tensors} tensors of this pass are finite: there is nothing to miss."
+    missed = found[found["missed"]]
+    sentence = f"{len(found)} of {tensors} tensors hold values that are not finite, and of {len(missed)} of them"
+    if missed.empty:
+        return f"{sentence} the sample is clean: in this pass the fault is too large to miss."
+    largest, first, seen = missed.loc[missed["bad_share"].idxmax()], found.iloc[0]["tap"], found[~found["missed"]]
+    blamed = "it blames nothing" if seen.empty else f"it blames {_with_op(seen.iloc[0]['tap'])}"
+    start = (
+        f"where the fault is born at {_with_op(first)}, {blamed}" if found.iloc[0]["missed"]
+        else f"{_with_op(first)}, where the fault is born, is seen"
+    )  # fmt: skip
+    return (
+        f"{sentence} the sampled check says that they are clean: {start}. The largest fault that it misses is "
+        f"{100 * largest['bad_share']:.3g} % of {largest['tap']}."
+    )
+
+
+def _with_op(tap: str) -> str:
+    return f"{tap} ({nans.OP_OF_TAP[nans.relative_name(tap)]})"
+
+
+#: Headings of `rate_table` where people read them: the first column, then the positions.
+RATE_HEADINGS = {"what": "what is not finite", "share": "share of all values"} | {
+    name: f"missed: {name}" for name in POSITIONS
+}
+
+
+def rate_table(rates: pd.DataFrame) -> pd.DataFrame:
+    """`miss_rates` as a table to read: a row for each extent, the sampled check's share of misses by position."""
+    wide = rates.pivot(index="extent", columns="position", values="sampled").loc[list(EXTENTS), list(POSITIONS)]
+    share = rates[rates["position"] == "anywhere"].set_index("extent")["share"]
+    wide.insert(0, "share", share)
+    wide.insert(0, "what", [EXTENTS[name].what for name in wide.index])
+    return wide.reset_index(drop=True).rename_axis(columns=None)
+
+
+def rate_reading(rates: pd.DataFrame, shape: tuple[int, ...]) -> str:
+    """What `miss_rates` of `shape` come to, as a sentence."""
+    found = rates.set_index(["extent", "position"])
+    exact = "the exact check misses none" if not rates["exact"].any() else "the exact check misses some"
+    return (
+        f"Faults laid into an output of this prompt's shape, {' x '.join(map(str, shape))}, and the share of them that "
+        f"the sample does not meet. A whole head that is not finite is missed at "
+        f"{100 * found.loc[('head', 'anywhere'), 'sampled']:.3g} % of the places, a chunk of a head at "
+        f"{100 * found.loc[('chunk', 'anywhere'), 'sampled']:.3g} %; {exact}."
+    )
+
+
+#: The benchmark that measures the checks.
+RECORDED = "nan_checks"
+
+
+def cost_reading(recorded: Mapping[str, object] | None) -> str:
+    """What the checks cost, from the benchmark RECORDED, as a sentence; None: that no result is installed."""
+    if recorded is None:
+        return f"What the checks cost is measured by benchmarks/{RECORDED}.py, of which no result is installed here."
+    rows = pd.DataFrame(recorded["rows"])
+    passes = rows[rows["case"].str.startswith("cost of a traced pass")]
+    median = passes.set_index("backend")["median"]
+    added = {name: median[f"trace, {name}"] - median["no trace"] for name in CHECKS}
+    hardware = recorded["hardware"]
+    return (
+        f"On a pass of {median['no trace']:.0f} ms the exact check adds {added['exact']:.0f} ms, the sampled "
+        f"{added['sampled']:.0f} ms, all statistics {added['statistics']:.0f} ms ({hardware['model']}, "
+        f"{hardware['threads']} thread, benchmarks/{RECORDED}.py)."
+    )

@@ -4,6 +4,7 @@ one does."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
@@ -60,6 +61,28 @@ def overflow_findings(
         **runs,
         "errors": worst.to_dict("records"),
     }
+
+
+def answer_reading(texts: Sequence[Continuation]) -> str:
+    """What policies do to the text, the first of `texts` being the safe one's, as a caption."""
+    safe, *others = texts
+    sentences = ["What the model writes after the prompt, most likely token first, under each policy."]
+    for text in others:
+        if text.error is not None:
+            sentences.append(f"Under {text.label} it refuses to draw a token.")
+            continue
+        same = next(
+            (i for i, (a, b) in enumerate(zip(safe.tokens, text.tokens, strict=False)) if a != b),
+            min(len(safe.tokens), len(text.tokens)),
+        )
+        if text.tokens == safe.tokens:
+            sentences.append(f"Under {text.label} it writes the same.")
+        else:
+            sentences.append(
+                f"Under {text.label} it goes on without a warning, and leaves the text of {safe.label} after {same} of "
+                f"{len(safe.tokens)} tokens."
+            )
+    return " ".join(sentences)
 
 
 #: Presets that differ in the exponent and its sum alone, the accurate ones first.

@@ -49,6 +49,11 @@ def kept_inputs(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     }
 
 
+def output_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """[B, T, V, W] of what the gated delta rule of a layer returns, from what a trace kept."""
+    return tuple(next(iter(kept_inputs(tensors).values()))["v"].shape)
+
+
 def _or_missing(error: float) -> float:
     """Tables and JSON have no infinity: what is not finite has no accuracy to state."""
     return error if math.isfinite(error) else math.nan

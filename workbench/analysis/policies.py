@@ -20,6 +20,7 @@ from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import logit_difference
 from workbench.model import CausalLM
 from workbench.numerics import CATALOGUE, EXP_OVERFLOW, NumericsPolicy, resolve_policy
+from workbench.provenance import checkpoint_hash
 from workbench.tokenizer import Tokenizer
 
 #: Headings of `verdicts` where people read them.
@@ -127,6 +128,11 @@ def answers(
     return pd.DataFrame(rows, columns=["policy", *ANSWERS])
 
 
+def origins(names: Collection[str] = tuple(CATALOGUE)) -> pd.DataFrame:
+    """policy, origin: whose each preset is and why it was tried."""
+    return pd.DataFrame([(name, CATALOGUE[name].origin) for name in names], columns=["policy", "origin"])
+
+
 def recorded_answers(recorded: Mapping[str, object]) -> pd.DataFrame:
     """`answers` as the benchmark RECORDED wrote them: a figure that was not finite has no row there and is missing."""
     frame = pd.DataFrame(recorded["rows"]).pivot(index="backend", columns="case", values="median")
@@ -139,16 +145,16 @@ def verdict_table(
     tokenizer: Tokenizer,
     tensors: Mapping[str, Tensor],
     *,
-    checkpoint: str,
+    checkpoint: str | Path,
     recorded: Mapping[str, object] | None,
     full: bool = False,
     names: Collection[str] = tuple(CATALOGUE),
 ) -> tuple[pd.DataFrame, str, dict[str, str]]:
-    """`verdicts` and `answers` side by side: (table, caption, headings), as `report.table` takes them.
+    """`verdicts` without the origins and `answers` side by side: (table, caption, headings), for `report.table`.
 
-    `checkpoint` is the model's `provenance.checkpoint_hash`, `recorded` the result of the benchmark RECORDED or None.
-    With `full` the answers are computed now. Otherwise they are the recorded ones where those are of this checkpoint
-    and dtype, and missing where not; the caption says which, and the headings too.
+    `checkpoint` is the folder that the model is from, `recorded` the result of the benchmark RECORDED or None. With
+    `full` the answers are computed now. Otherwise they are the recorded ones where those are of this checkpoint and
+    dtype, and missing where not; the caption says which, and the headings too.
     """
     table = verdicts(model, tokenizer, tensors, names)
     headings = dict(VERDICT_HEADINGS)
@@ -161,23 +167,26 @@ def verdict_table(
     elif recorded is None:
         said = f"No result of {script} is installed here: full = True holds the dialogues"
     else:
-        of, dtype = recorded["hardware"]["checkpoint"], str(model.dtype).removeprefix("torch.")
-        if (of, recorded["hardware"]["dtype"]) == (checkpoint, dtype):
+        own, dtype = checkpoint_hash(Path(checkpoint)), str(model.dtype).removeprefix("torch.")
+        of = recorded["hardware"]["checkpoint"]
+        if (of, recorded["hardware"]["dtype"]) == (own, dtype):
             found = recorded_answers(recorded)
-            headings |= {name: f"{headings[name]} ({RECORDED})" for name in ANSWERS}
+            headings |= {name: f"recorded: {headings[name]}" for name in ANSWERS}
             said = (
-                f"Columns marked {RECORDED} are not of this run: {script} measured them on this very checkpoint, with "
+                f"What is headed recorded is not of this run: {script} measured it on this very checkpoint, with "
                 f"20 dialogues and 20 facts ({recorded['hardware']['model']}, commit {str(recorded['commit'])[:10]})"
             )
         else:
             said = (
                 f"{script} measured another checkpoint or dtype ({of[:15]}..., {recorded['hardware']['dtype']}; "
-                f"here {checkpoint[:15]}..., {dtype}): full = True holds the dialogues with this one"
+                f"here {own[:15]}..., {dtype}): full = True holds the dialogues with this one"
             )
-    table = table.merge(found, on="policy", how="left").reindex(columns=[*table.columns[:-1], *ANSWERS, "origin"])
+    table = table.drop(columns="origin").merge(found, on="policy", how="left")
+    table = table.reindex(columns=[*dict.fromkeys([*table.columns, *ANSWERS])])
     caption = (
         "Every policy on this prompt (error, share not finite, does a clamp bind), on one window of held-out text "
-        f"(perplexity), and in conversations. {said}. A dash: not finite, or not measured."
+        "(perplexity), in conversations (shares), and its logits in one prefill against decode steps (largest "
+        f"difference, of the largest logit). {said}. A dash: not finite, or not measured."
     )
     return table, caption, headings
 

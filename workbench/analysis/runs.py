@@ -61,9 +61,11 @@ def as_input(model: CausalLM, ids: Sequence[int], max_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def run_prompt(model: CausalLM, input_ids: Tensor, policy: str, keep: Collection[str] = ()) -> Run:
-    """One forward pass over `input_ids` [B, T] from an empty cache, traced, under the named policy."""
-    with using_policy(model, policy), trace(model, keep) as seen:
+def run_prompt(
+    model: CausalLM, input_ids: Tensor, policy: str, keep: Collection[str] = (), *, check: str = "statistics"
+) -> Run:
+    """One forward pass over `input_ids` [B, T] from an empty cache, traced with `check`, under the named policy."""
+    with using_policy(model, policy), trace(model, keep, check=check) as seen:
         logits = model(input_ids, use_cache=False).logits
         attestation = model.kernels.attestation()
         used = model.kernels.policy

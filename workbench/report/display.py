@@ -38,6 +38,12 @@ def stack(*parts: Shown) -> Html:
     return Html("\n".join(part._repr_html_() for part in parts), "\n\n".join(map(repr, parts)))
 
 
+def folded(summary: str, part: Shown) -> Html:
+    """Something to look up, closed until a reader opens it."""
+    page = f"<details><summary>{html.escape(summary)}</summary>{part._repr_html_()}</details>"
+    return Html(page, f"{summary}\n{part!r}")
+
+
 def note(sentence: str) -> Html:
     """A plain statement in the place of something that cannot be shown."""
     return Html(f'<p class="note">{html.escape(sentence)}</p>', sentence)
@@ -46,7 +52,7 @@ def note(sentence: str) -> Html:
 def recorded(name: str, result: Mapping[str, object] | None, show: Callable[[Mapping[str, object]], Shown]) -> Shown:
     """`show(result)` of the benchmark `name`, or, where `result` is None, that none is installed here."""
     if result is None:
-        return note(f"No result of benchmarks/{name}.py is installed here; running it in the project's clone makes one.")
+        return note(f"No result of benchmarks/{name}.py is installed here; run it in the project's clone for one.")
     return show(result)
 
 
