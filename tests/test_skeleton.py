@@ -105,7 +105,7 @@ def test_environment_file_names_the_main_packages_and_adds_nothing():
 
 def test_extras_and_console_script():
     assert PROJECT["name"] == "hybrid-moe-workbench"
-    assert set(PROJECT["optional-dependencies"]) == {"notebook", "serve", "gpu", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {"notebook", "serve", "gpu", "dev", "browser"}
     assert PROJECT["scripts"] == {"workbench": "workbench.cli:run_process"}
 
 

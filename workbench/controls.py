@@ -43,6 +43,16 @@ RECORDED_LIMITS = (None, 200.0, 80.0, 20.0, 5.0)
 RECORDED_POLICIES = ("factored", "safe")
 
 
+#: In a notebook, whose own style leaves wide gaps in what a widget shows; a page has its style sheet.
+LIVE_STYLE = """<style>
+.workbench-controls figure.plate { margin: 0; }
+.workbench-controls figure.plate img { max-width: 100%; }
+.workbench-controls p { margin: .3em 0; line-height: 1.4; }
+.workbench-controls .widget-html-content { line-height: 1.4; }
+.workbench-controls pre { white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; padding: .4em .6em; }
+</style>"""
+
+
 class RecordedControls(widgets.VBox):
     """Widgets that also tell how to show themselves where no kernel answers them."""
 
@@ -85,9 +95,10 @@ class NumericsControls(RecordedControls):
         self.layer = choice("layer", self.lab.linear_layers, layer)
         self.head = choice("head", range(model.config.linear_num_value_heads), head)
         self.prompt = widgets.Textarea(
-            description="prompt", value=prompt, continuous_update=False, layout=widgets.Layout(width="95%")
+            description="prompt", value=prompt, continuous_update=False, rows=4, layout=widgets.Layout(width="95%")
         )
         self.figure, self.text, self.status = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        style = widgets.HTML(LIVE_STYLE, layout=widgets.Layout(display="none"))
         self.inputs = (
             self.exponent, self.cumsum, self.solver, self.chunk, self.site, self.limit, self.dtype, self.layer,
             self.head, self.prompt,
@@ -95,7 +106,8 @@ class NumericsControls(RecordedControls):
         for control in self.inputs:
             control.observe(self._changed, names="value")
         rows = [widgets.HBox(self.inputs[i : i + 3]) for i in range(0, 9, 3)]
-        super().__init__([*rows, self.prompt, self.status, self.figure, self.text])
+        super().__init__([style, *rows, self.prompt, self.status, self.figure, self.text])
+        self.add_class("workbench-controls")
         self.draw()
 
     @property
@@ -124,7 +136,7 @@ class NumericsControls(RecordedControls):
             return
         self.figure.value = plots.numerics_probe(probe, self.layer.value, self.head.value)._repr_html_()
         self.text.value = _written(probe)
-        self.status.value = f"<p>{time.perf_counter() - started:.2f} s</p>"
+        self.status.value = f"<p>Computed and drawn in {time.perf_counter() - started:.2f} s.</p>"
 
     def recorded(self) -> Html:
         """The clamp of the cumulative sum, from none to one that binds everywhere, in an unsafe and a safe form."""
@@ -137,7 +149,7 @@ class NumericsControls(RecordedControls):
             shown.append(Html(plate._repr_html_() + _written(probe), plate.caption))
         limits = ["none" if limit is None else f"±{limit:g} nats" for limit in RECORDED_LIMITS]
         return frames(
-            "Recorded settings of the controls",
+            "Settings recorded for this page; in the notebook every control is live",
             {"clamp of the cumulative sum": limits, "policy": RECORDED_POLICIES},
             shown,
         )
@@ -147,4 +159,4 @@ class NumericsControls(RecordedControls):
 
 
 def _written(probe: Probe) -> str:
-    return f"<p>The model writes:</p><pre style='white-space: pre-wrap'>{html.escape(probe.text)}</pre>"
+    return f"<p>The model writes:</p><pre>{html.escape(probe.text)}</pre>"

@@ -10,24 +10,18 @@ import html
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from workbench.errors import InputError
-from workbench.report.display import Html
+from workbench.report.display import Html, Shown
 
 #: What a page is searched for, to know whether it needs the script.
 MARK = '<section class="frames"'
 
 
-class Shown(Protocol):
-    """What a frame can hold: a `plots.Plate`, a table, any `Html`."""
-
-    def _repr_html_(self) -> str: ...
-
-
 def frames(name: str, controls: Mapping[str, Sequence[str]], shown: Sequence[Shown]) -> Html:
     """A sweep over every combination of `controls` (name to the labels of its settings), under the heading `name`.
 
+    A frame holds anything that a notebook can show: a `plots.Plate`, a table.
     The first control becomes a slider, each other one a list. `shown` holds the frames in the order of
     `itertools.product` of the labels: the last control changes fastest. The frame of the first labels is seen first.
     Raises InputError for a control without labels and for a wrong number of frames.
