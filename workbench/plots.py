@@ -484,7 +484,10 @@ def numerics_probe(probe, layer: int, head: int) -> Plate:
         left.set_yscale("symlog", linthresh=1.0, linscale=0.5)
         left.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         left.set_xlim(0, len(probe.path))
-        left.set_ylim(bottom=0.0, top=4.0 * max(EXP_OVERFLOW["float32"], -probe.path["cumsum"].min()))
+        span = -probe.path["cumsum"].min()
+        if not math.isfinite(span):
+            left.text(0.5, 0.15, "G is not finite here", transform=left.transAxes, ha="center", va="bottom", color=INK)
+        left.set_ylim(bottom=0.0, top=4.0 * max(EXP_OVERFLOW["float32"], span if math.isfinite(span) else 0.0))
         left.set_title(f"|G| of layer {layer}, head {head}, chunk by chunk")
         left.set_xlabel("token")
         left.set_ylabel("nats", labelpad=2.0)
@@ -512,8 +515,8 @@ def numerics_probe(probe, layer: int, head: int) -> Plate:
         _label_tap_points(axes, names)
     worst = probe.errors["error"].max()
     error = f"the worst layer is off by {worst:.2g}" if math.isfinite(worst) else "a layer's output is not finite"
-    span = -probe.path["cumsum"].min()
-    caption = f"Head {head} of layer {layer} decays by up to {span:.4g} nats in a chunk; {error}."
+    decay = f"decays by up to {span:.4g} nats in a chunk" if math.isfinite(span) else "is given no finite gates"
+    caption = f"Head {head} of layer {layer} {decay}; {error}."
     return Plate(figure, caption, f"One setting of the numerics lab. {caption}", is_cropped=False)
 
 
