@@ -660,7 +660,9 @@ def test_attestation_counts_what_ran():
     served = {(row.op, row.tokens): row.backend for row in rows}
     assert served["gated_delta_rule", "1"] == "torch_recurrent"
     assert served["gated_delta_rule", "2 and more"] == "torch_chunk"
-    assert all(row.device == "cpu" and row.dtype == "float32" and row.reason for row in rows)
+    assert calls["alignment", "2 and more"] == 4  # the prefill sorts its pairs, a step of two tokens does not
+    assert all(row.device == "cpu" and row.reason for row in rows)
+    assert {(row.op == "alignment", row.dtype) for row in rows} == {(False, "float32"), (True, "int64")}
     model.kernels.reset_attestation()
     assert model.kernels.attestation() == []
     model(ids[:, :1])

@@ -69,7 +69,8 @@ def test_the_automatic_choice_keeps_what_refused_and_why():
         ("linear", {"tokens": 1, "weight_shape": (2048, 2047)}, {"tokens": 1, "weight_shape": (2048, 2048)}),
         ("linear", {"tokens": 31, "weight_shape": (256, 256)}, {"tokens": 64, "weight_shape": (256, 256)}),
         ("attention", {"tokens": 511}, {"tokens": 512}),
-        ("experts", {"tokens": 511}, {"tokens": 512}),
+        ("experts", {"tokens": 511, "weight_shape": (16, 128, 256)}, {"tokens": 512, "weight_shape": (16, 128, 256)}),
+        ("experts", {"tokens": 4, "weight_shape": (256, 1024, 2048)}, {"tokens": 8, "weight_shape": (256, 1024, 2048)}),
     ],
 )
 def test_what_gains_only_on_large_calls_is_chosen_there_and_serves_small_ones_by_name(op, few, many):
@@ -84,7 +85,7 @@ def test_one_token_takes_the_recurrence_and_more_take_chunks():
 
 
 def test_an_unknown_op_or_backend_names_the_known_ones():
-    with pytest.raises(BackendError, match="unknown op 'softmax', expected one of attention, causal_conv"):
+    with pytest.raises(BackendError, match="unknown op 'softmax', expected one of alignment, attention, causal_conv"):
         resolve(call("softmax"))
     with pytest.raises(BackendError, match="unknown backend 'triton_chunk', expected one of reference"):
         resolve(call(DELTA_RULE), "triton_chunk")

@@ -399,9 +399,11 @@ class SparseBlock(nn.Module):
         """x [B, T, D] -> [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
         logits, share, gate, up = self.joint(rows, kernels)
+        if kernels.router_dtype is not None:
+            logits = kernels.linear(rows.to(kernels.router_dtype), self.gate.weight.to(kernels.router_dtype))
         logits = observe(tap, taps.MOE_LOGITS, logits)
         weights, experts = kernels.routing(logits, top_k=self.top_k, normalise=self.normalise)
-        weights = observe(tap, taps.MOE_TOPK, weights)
+        weights = observe(tap, taps.MOE_TOPK, weights.to(rows.dtype))  # no cast unless the router has its own dtype
         routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
         shared = torch.sigmoid(share) * self.shared_expert.down_proj(F.silu(gate).mul_(up), kernels)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BackendError
+from workbench.kernels import alignment as _alignment
 from workbench.kernels import attention as _attention
 from workbench.kernels import causal_conv as _causal_conv
 from workbench.kernels import experts as _experts
@@ -21,6 +22,7 @@ from workbench.kernels import gated_delta_rule as _gated_delta_rule
 from workbench.kernels import linear as _linear
 from workbench.kernels import norms as _norms
 from workbench.kernels import routing as _routing
+from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.registry import Call, Resolution, parse_selection, resolve
 from workbench.numerics import NumericsPolicy, resolve_policy
 from workbench.taps import Tap
@@ -49,14 +51,23 @@ class _Choice:
     calls: int = 0
 
 
+#: In which router logits and softmax may be asked for.
+ROUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Kernels:
     """Backends chosen per op, resolved before the call, counted.
 
-    `requested` maps an op to the backend named by the user; `policy` goes to every gated delta rule call. Raises
-    BackendError, at the first call that it concerns, when a named backend refuses or no backend can serve.
+    `requested` maps an op to the backend named by the user; `policy` goes to every gated delta rule call;
+    `router_dtype` is the dtype of router logits and softmax, None for logits in the model's and softmax in fp32 or
+    better. Raises BackendError, at the first call that it concerns, when a named backend refuses or no backend can
+    serve.
     """
 
-    def __init__(self, requested: Mapping[str, str] | str | None = None, policy: NumericsPolicy | str | None = None):
+    def __init__(
+        self, requested: Mapping[str, str] | str | None = None, policy: NumericsPolicy | str | None = None,
+        router_dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         if requested is None or isinstance(requested, str):
             selection = parse_selection(requested)
             requested = selection.backends
@@ -72,6 +83,10 @@ class Kernels:
             )
         self.requested = dict(requested)
         self.policy = resolve_policy(policy)
+        if router_dtype not in (None, *ROUTER_DTYPES):
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROUTER_DTYPES)
+            raise BackendError(f"router_dtype: expected one of {names}, found {router_dtype}")
+        self.router_dtype = router_dtype
         self._choices: dict[tuple, _Choice] = {}
 
     def _backend(
@@ -151,13 +166,18 @@ class Kernels:
         return run(q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
 
     def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        """See `routing.spec`."""
-        return self._backend("routing", logits.shape[0], logits)(logits, top_k=top_k, normalise=normalise)
+        """See `routing.spec`; the softmax is taken in `router_dtype`."""
+        run = self._backend("routing", logits.shape[0], logits)
+        return run(logits, top_k=top_k, normalise=normalise, dtype=self.router_dtype)
+
+    def alignment(self, experts: Tensor, num_experts: int, block: int = 1) -> Alignment:
+        """See `alignment.spec`."""
+        return self._backend("alignment", experts.shape[0], experts)(experts, num_experts=num_experts, block=block)
 
     def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """See `experts.spec`."""
+        """See `experts.spec`; a backend that sorts its pairs asks `alignment` for it, which has its own backends."""
         run = self._backend("experts", x.shape[0], x, weights, gate_up, down, weight_shape=gate_up.shape)
-        return run(x, weights, experts, gate_up, down)
+        return run(x, weights, experts, gate_up, down, align=self.alignment)
 
 
 def gated_delta_rule(
@@ -179,3 +199,28 @@ def gated_delta_rule(
     return kernels.gated_delta_rule(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, tap=tap
     )
+
+
+def routing(
+    logits: Tensor, *, top_k: int, normalise: bool = True, dtype: torch.dtype | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The router by itself, inputs checked: see `routing.spec` for shapes and dtypes.
+
+    `dtype` is that of the softmax (`ROUTER_DTYPES`). Raises InputError for a `top_k` above the number of experts and
+    for logits without a softmax (NaN, +inf), naming the token: host syncs that a model's own calls do not have.
+    """
+    _routing.spec.check(logits, top_k=top_k)
+    kernels = Kernels({} if backend is None else {"routing": backend}, router_dtype=dtype)
+    return kernels.routing(logits, top_k=top_k, normalise=normalise)
+
+
+def experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """The routed experts by themselves, inputs checked: see `experts.spec` for shapes and dtypes.
+
+    `backend` is ``[OP=]NAME`` of `experts` and `alignment`, None for the automatic choice. Raises InputError for
+    shapes, dtypes, devices and expert numbers that do not fit: host syncs that a model's own calls do not have.
+    """
+    _experts.spec.check(x, weights, experts, gate_up, down)
+    return Kernels(backend).experts(x, weights, experts, gate_up, down)

@@ -2,38 +2,83 @@
 
     out_t = sum_a weights[t, a] * down[e] (silu(gate[e] x_t) * (up[e] x_t)),   e = experts[t, a]
 
-``run(x, weights, experts, gate_up, down) -> out``
+``run(x, weights, experts, gate_up, down, *, align) -> out``
 
 x       [tokens, D]
 weights [tokens, A]
-experts [tokens, A]  int64
+experts [tokens, A]  int64, each in [0, E), those of a token distinct
 gate_up [E, 2I, D]   gate rows first
 down    [E, D, I]
 out     [tokens, D]  dtype of x
+align   how a backend that needs its pairs sorted gets them: the op `alignment`, an op with backends of its own
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.errors import InputError
 from workbench.kernels.registry import Call
 
 OP = "experts"
 
 #: Up to this many tokens pairs are cheaper than segments.
 PAIR_TOKENS = 4
-#: From this many tokens on oneDNN saves more than its padding and its calls cost.
-ONEDNN_TOKENS = 512
+#: From tokens times the values of an expert's first matrix on, oneDNN saves more than its calls cost.
+ONEDNN_MULTIPLIES = 1 << 24
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
     if call.tokens <= PAIR_TOKENS:
         return ("torch_pairs", "torch_gathered", "torch_sorted")
-    if call.tokens >= ONEDNN_TOKENS:
-        return ("torch_onednn", "torch_sorted", "torch_gathered")
-    return ("torch_sorted", "torch_gathered")
+    if call.device != "cpu":
+        return ("torch_grouped", "torch_sorted")
+    if call.tokens * math.prod(call.weight_shape[1:]) >= ONEDNN_MULTIPLIES:
+        return ("torch_onednn", "torch_sorted")
+    return ("torch_sorted", "torch_grouped")
+
+
+def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Raises InputError, naming the tensor, for shapes, dtypes, devices and expert numbers that do not fit.
+
+    Reads the expert numbers: on a GPU the host waits for them.
+    """
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+        raise InputError(f"experts: gate_up: expected [E, 2 I, D], found {tuple(gate_up.shape)}")
+    count, doubled, hidden = gate_up.shape
+    tokens, top_k = tuple(experts.shape) if experts.dim() == 2 else (0, 0)
+    expected = {
+        "x": (x, (tokens, hidden)), "weights": (weights, (tokens, top_k)), "experts": (experts, (tokens, top_k)),
+        "down": (down, (count, hidden, doubled // 2)),
+    }  # fmt: skip
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise InputError(
+                f"experts: {name}: expected shape {shape} beside gate_up {tuple(gate_up.shape)} and experts "
+                f"{tuple(experts.shape)}, found {tuple(tensor.shape)}"
+            )
+        if tensor.device != gate_up.device:
+            raise InputError(f"experts: {name}: expected device {gate_up.device} as gate_up, found {tensor.device}")
+        if name != "experts" and tensor.dtype != gate_up.dtype:
+            raise InputError(f"experts: {name}: expected {gate_up.dtype} as gate_up, found {tensor.dtype}; cast one")
+    if experts.dtype != torch.int64:
+        raise InputError(f"experts: experts: expected int64, found {experts.dtype}")
+    outside = ((experts < 0) | (experts >= count)).nonzero()
+    if len(outside):
+        token, rank = outside[0].tolist()
+        raise InputError(
+            f"experts: experts: expected numbers from 0 to {count - 1}, found {experts[token, rank].item()} at token "
+            f"{token}, rank {rank}, {len(outside)} of {experts.numel()} outside"
+        )
+    ranked = experts.sort(-1).values
+    if bool((ranked[:, 1:] == ranked[:, :-1]).any()):
+        token = (ranked[:, 1:] == ranked[:, :-1]).any(-1).nonzero()[0].item()
+        raise InputError(f"experts: experts: expected those of a token distinct, found {experts[token].tolist()} at "
+                         f"token {token}")  # fmt: skip
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

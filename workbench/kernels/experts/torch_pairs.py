@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.alignment.spec import Align
 from workbench.kernels.experts.spec import swiglu
 from workbench.kernels.registry import Call
 
@@ -17,7 +18,7 @@ def supports(call: Call) -> str | None:
     return None if call.device == "cpu" else f"reads expert numbers on the host: a synchronisation on {call.device}"
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
     outs = []
     for row, weight, chosen in zip(x.unbind(), weights.unsqueeze(-1).unbind(), experts.tolist(), strict=True):
         hidden = swiglu(torch.stack([torch.mv(gate_up[expert], row) for expert in chosen])) * weight  # [A, I]
@@ -25,4 +26,6 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
         for rank in range(1, len(chosen)):
             out = torch.addmv(out, down[chosen[rank]], hidden[rank])
         outs.append(out)
+    if not outs:
+        return torch.zeros_like(x)
     return outs[0][None] if len(outs) == 1 else torch.stack(outs)

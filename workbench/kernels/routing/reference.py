@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
+from workbench.kernels.routing.spec import softmax
 
 
 def supports(call: Call) -> str | None:
     return None
 
 
-def run(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    probabilities = torch.softmax(logits.double(), dim=-1)
+def run(
+    logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    probabilities = softmax(logits, dtype, torch.float64)
     rows = probabilities.tolist()
     ranked = [sorted(range(len(row)), key=lambda expert, row=row: -row[expert])[:top_k] for row in rows]
     experts = torch.tensor(ranked, dtype=torch.int64, device=logits.device).reshape(len(rows), top_k)

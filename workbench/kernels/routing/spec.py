@@ -1,20 +1,52 @@
 """Contract of the router: softmax over all experts, the best `top_k`, weights divided by their sum.
 
-``run(logits, *, top_k, normalise) -> (weights, experts)``
+``run(logits, *, top_k, normalise, dtype=None) -> (weights, experts)``
 
-logits  [tokens, E]      any float dtype; the softmax is taken in fp32 or better
+logits  [tokens, E]      any float dtype
+dtype                    of the softmax: None for fp32 or better; a narrower one ties what differs in its last bits
 weights [tokens, top_k]  dtype of logits, falling; they sum to 1 where `normalise` is set
-experts [tokens, top_k]  int64; among equal probabilities the lowest expert index wins
+experts [tokens, top_k]  int64, distinct; among equal probabilities the lowest expert index wins
+
+A row with a NaN or +inf has no softmax: its weights are NaN, so that the fault shows in what the token becomes, and its
+experts some legal ones. The public op `workbench.kernels.routing` refuses such a row.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from workbench.errors import InputError
 from workbench.kernels.registry import Call
 
 OP = "routing"
 
 #: From this many tokens on a maximum per chosen expert is cheaper than a sort per token.
 SEARCH_TOKENS = 256
+
+
+def softmax(logits: Tensor, dtype: torch.dtype | None, least: torch.dtype) -> Tensor:
+    """Softmax over the last axis, computed in `dtype` and given in `least` or better; in `least` itself for None."""
+    wide = torch.promote_types(logits.dtype, least)
+    if dtype is None:
+        return torch.softmax(logits, dim=-1, dtype=wide)
+    return torch.softmax(logits.to(dtype), dim=-1).to(torch.promote_types(dtype, least))
+
+
+def check(logits: Tensor, *, top_k: int) -> None:
+    """Raises InputError for a shape, dtype, `top_k` or logit that has no routing; reads the values: a host sync."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise InputError(f"routing: logits: expected floats [tokens, E], found {logits.dtype} {tuple(logits.shape)}")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise InputError(f"routing: top_k: expected 1 to {logits.shape[1]}, the number of experts, found {top_k}")
+    bad = (logits.isnan() | (logits == torch.inf) | (logits == -torch.inf).all(-1, keepdim=True)).nonzero()
+    if len(bad):
+        token, expert = bad[0].tolist()
+        raise InputError(
+            f"routing: logits: expected finite numbers (-inf shuts out an expert), found "
+            f"{logits[token, expert].item()} at token {token}, expert {expert}, such in {len(bad[:, 0].unique())} of "
+            f"{len(logits)} tokens; trace the model to find the op before the router where it comes from"
+        )
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:

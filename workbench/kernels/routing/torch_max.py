@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
+from workbench.kernels.routing.spec import softmax
 
 
 def supports(call: Call) -> str | None:
     return "a float64 probability leaves no room for the expert in its key" if call.dtype == torch.float64 else None
 
 
-def run(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+def run(
+    logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    probabilities = softmax(logits, dtype, torch.float32).float()
     count = logits.shape[-1]
     reversed_expert = torch.arange(count - 1, -1, -1, device=logits.device)[:, None]
     bits = probabilities.detach().T.contiguous().view(torch.int32)  # [E, tokens]

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
+from workbench.kernels.routing.spec import softmax
 
 
 def supports(call: Call) -> str | None:
     return None
 
 
-def run(logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+def run(
+    logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    probabilities = softmax(logits, dtype, torch.float32)
     ranked, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     weights, experts = ranked[:, :top_k], order[:, :top_k]
     if normalise:
