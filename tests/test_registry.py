@@ -70,7 +70,7 @@ def test_the_automatic_choice_keeps_what_refused_and_why():
         ("linear", {"tokens": 31, "weight_shape": (256, 256)}, {"tokens": 64, "weight_shape": (256, 256)}),
         ("attention", {"tokens": 511}, {"tokens": 512}),
         ("experts", {"tokens": 511, "weight_shape": (16, 128, 256)}, {"tokens": 512, "weight_shape": (16, 128, 256)}),
-        ("experts", {"tokens": 4, "weight_shape": (256, 1024, 2048)}, {"tokens": 8, "weight_shape": (256, 1024, 2048)}),
+        ("experts", {"tokens": 1, "weight_shape": (256, 1023, 1024)}, {"tokens": 1, "weight_shape": (256, 1024, 1024)}),
     ],
 )
 def test_what_gains_only_on_large_calls_is_chosen_there_and_serves_small_ones_by_name(op, few, many):

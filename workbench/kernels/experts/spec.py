@@ -28,18 +28,21 @@ OP = "experts"
 
 #: Up to this many tokens pairs are cheaper than segments.
 PAIR_TOKENS = 4
-#: From tokens times the values of an expert's first matrix on, oneDNN saves more than its calls cost.
+#: From so many values in an expert's first matrix on, oneDNN saves more than its calls cost, for one token too ...
+ONEDNN_VALUES = 1 << 20
+#: ... and for smaller ones from so many times the number of tokens on.
 ONEDNN_MULTIPLIES = 1 << 24
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
-    if call.tokens <= PAIR_TOKENS:
-        return ("torch_pairs", "torch_gathered", "torch_sorted")
+    few = call.tokens <= PAIR_TOKENS
     if call.device != "cpu":
-        return ("torch_grouped", "torch_sorted")
-    if call.tokens * math.prod(call.weight_shape[1:]) >= ONEDNN_MULTIPLIES:
-        return ("torch_onednn", "torch_sorted")
-    return ("torch_sorted", "torch_grouped")
+        return ("torch_gathered", "torch_sorted") if few else ("torch_grouped", "torch_sorted")
+    values = math.prod(call.weight_shape[1:])
+    order = ("torch_pairs", "torch_sorted") if few else ("torch_sorted", "torch_grouped")
+    if values >= ONEDNN_VALUES or call.tokens * values >= ONEDNN_MULTIPLIES:
+        return ("torch_onednn", *order)
+    return order
 
 
 def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> None:
