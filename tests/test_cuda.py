@@ -5,6 +5,7 @@ Skipped where no device is; `python3 bootstrap.py test -m gpu` runs these alone 
 
 import dataclasses
 import shutil
+import warnings
 
 import models
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from workbench.config import ModelConfig
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import logit_difference, relative_error
+from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import reference, spec
+from workbench.kernels.registry import OPERATIONS, Call
 from workbench.model import CausalLM
 from workbench.numerics import SAFE
 from workbench.training.train import Run, Settings
@@ -80,6 +83,49 @@ def test_gated_delta_rule_against_the_oracle(backend, log_decay):
     expected_out, expected_state = reference.oracle(**{name: x.cpu() for name, x in inputs.items()})
     assert relative_error(out.cpu(), expected_out) <= 3e-6
     assert relative_error(state.cpu(), expected_state) <= 3e-6
+
+
+#: Expert backends that read nothing back, and those that read once.
+WITHOUT_SYNC = {"torch_batched", "torch_dense", "torch_gathered", "torch_grouped"}
+WITH_ONE_SYNC = {"torch_sorted", "torch_sized"}
+
+
+def on_cuda(case: dict, dtype: torch.dtype) -> dict:
+    return {key: (x.to(dtype) if x.is_floating_point() else x).cuda() for key, x in case.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(WITHOUT_SYNC | WITH_ONE_SYNC | {"torch_loop"}))
+@torch.inference_mode()
+def test_experts_equal_the_arbiter(name, dtype):
+    for tokens in (1, 7, 64, 1000):
+        case = on_cuda(experts_spec.example(tokens=tokens, experts=64, top_k=4, hidden=64, width=32), dtype)
+        call = Call("experts", "cuda", dtype, tokens, False, False, SAFE, tuple(case["gate_up"].shape))
+        refused = OPERATIONS["experts"].backends[name].supports(call)
+        if refused is not None:
+            assert (name, dtype == torch.bfloat16) == ("torch_grouped", False), refused
+            continue
+        found = Kernels({"experts": name}).experts(**case)
+        wide = {key: x.double().cpu() if x.is_floating_point() else x.cpu() for key, x in case.items()}
+        expected = Kernels("experts=reference").experts(**wide)
+        assert relative_error(found.cpu(), expected) <= {torch.float32: 1e-5}.get(dtype, 2e-2), tokens
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_SYNC | WITH_ONE_SYNC))
+@torch.inference_mode()
+def test_host_syncs_of_the_experts_as_torch_counts_them(name):
+    case = on_cuda(experts_spec.example(tokens=256, experts=64, top_k=4, hidden=64, width=32), torch.bfloat16)
+    used = Kernels({"experts": name})
+    used.experts(**case)  # what is probed and compiled once
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            used.experts(**case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    syncs = [str(entry.message) for entry in seen if "synchronizing" in str(entry.message)]
+    assert len(syncs) == (name in WITH_ONE_SYNC), syncs
 
 
 @pytest.mark.parametrize("experts", ["torch_dense", "torch_sorted", "torch_gathered"])
