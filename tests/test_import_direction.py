@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "workbench"
 # From the ground up. Members of one line do not know each other; a package may import within itself.
 LAYERS = (
     ("errors", "taps"),
-    ("config", "numerics", "provenance"),
+    ("bundle", "config", "numerics", "provenance"),
     ("kernels",),
     ("cache", "killer_inputs"),
     ("generation",),

@@ -1,0 +1,245 @@
+"""Watching a model's own routers: what each of them was given, and what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench import provenance
+from workbench.analysis.routing.record import RoutingPart, RoutingPrompt, RoutingRecord, stack_parts
+from workbench.bundle import Origin
+from workbench.errors import BackendError, InputError
+from workbench.kernels import Kernels
+from workbench.model import CausalLM
+
+#: Numbers of experts are kept in 16 bits.
+MOST_EXPERTS = np.iinfo(np.int16).max
+
+
+class SeenRouting:
+    """A model's kernels, whose router shows `see(logits, weights, experts)` what it was given and what it chose."""
+
+    def __init__(self, kernels: Kernels, see: Callable[[Tensor, Tensor, Tensor], None]):
+        self._kernels, self._see = kernels, see
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def routing(self, logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        weights, experts = self._kernels.routing(logits, **settings)
+        self._see(logits, weights, experts)
+        return weights, experts
+
+
+@contextmanager
+def seen_routing(model: CausalLM, see: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+    """`see` is called at every router of `model`, in the order of its layers; backends and counts stay the model's."""
+    kernels = model.kernels
+    model.kernels = SeenRouting(kernels, see)
+    try:
+        yield
+    finally:
+        model.kernels = kernels
+
+
+def measure(logits: Tensor, weights: Tensor, experts: Tensor, *, keep_logits: bool = False) -> dict[str, Any]:
+    """The arrays of one layer, see `RoutingPart`, without its first axis.
+
+    logits [T, E] of any float dtype, weights and experts [T, A] as the router returned them. Raises BackendError for
+    an expert that there is not, which a faulty router may choose.
+    """
+    count, top_k = logits.shape[-1], experts.shape[-1]
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    probabilities = torch.softmax(values, dim=-1)
+    bad = ~(torch.isfinite(probabilities).all(-1) & torch.isfinite(weights).all(-1))
+    if bool(((experts < 0) | (experts >= count)).any()):
+        raise BackendError(
+            f"routing: expected experts from 0 to {count - 1}, found {int(experts.min())} to {int(experts.max())}; "
+            "force another backend of routing"
+        )
+    mass = probabilities.gather(-1, experts).sum(-1)
+    entropy = torch.special.entr(probabilities).sum(-1)
+    ranked = values.topk(min(top_k + 1, count), dim=-1).values
+    if top_k < count:
+        last, after = ranked[:, -2], ranked[:, -1]
+        margin = torch.where(last == after, 0.0, last - after)  # two of -Inf are a tie as well
+    else:
+        margin = torch.full_like(mass, torch.inf)
+
+    def kept(tensor: Tensor) -> np.ndarray:
+        return tensor.float().cpu().numpy()
+
+    return {
+        "experts": torch.where(bad[:, None], -1, experts).to(torch.int16).cpu().numpy(),
+        "weights": kept(weights),
+        **{
+            name: kept(torch.where(bad, torch.nan, tensor))
+            for name, tensor in (("margin", margin), ("mass", mass), ("entropy", entropy))
+        },
+        "logits": kept(logits) if keep_logits else None,
+    }
+
+
+def stack_layers(
+    rows: Sequence[dict[str, Any]], ids: Sequence[int], prompt: int, start: int = 0
+) -> dict[str, np.ndarray | None]:
+    """The arrays of one prompt from those of its layers."""
+    return {
+        "token": np.asarray(ids, dtype=np.int64),
+        "prompt": np.full(len(ids), prompt, dtype=np.int32),
+        "position": np.arange(start, start + len(ids), dtype=np.int32),
+        **{name: None if rows[0][name] is None else np.stack([row[name] for row in rows]) for name in rows[0]},
+    }
+
+
+@torch.inference_mode()
+def record(
+    model: CausalLM,
+    prompts: Iterable[RoutingPrompt | Sequence[int]],
+    *,
+    keep_logits: bool = False,
+    model_hash: str | None = None,
+    seed: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RoutingRecord:
+    """What every router of `model` does to every token of `prompts`, each read by itself from an empty cache.
+
+    The choices are those that the model's own router returned in the pass, interventions and broken backends
+    included. The multi-token-prediction head, where there is one, reads every pair of a token's hidden row and the
+    token after it; it is a part of its own. A token whose logits give no finite probabilities is marked (experts -1)
+    and never counted as served.
+
+    prompts      RoutingPrompt, or token ids alone
+    keep_logits  keep the logits in fp32: L T E values, most of the memory with 256 experts
+    model_hash, seed   go into `origin` as they are
+    progress     called with the prompts done and their number after each
+
+    Raises InputError for a model without experts, no prompts, and a prompt without tokens or with more than
+    max_position_embeddings; BackendError for a router that chooses an expert that there is not.
+    """
+    config = model.config
+    if not config.is_moe:
+        raise InputError("record: expected a model with experts, found a dense one")
+    if config.num_experts > MOST_EXPERTS:
+        raise InputError(f"record: expected at most {MOST_EXPERTS} experts, found {config.num_experts}")
+    asked = [given if isinstance(given, RoutingPrompt) else RoutingPrompt(tuple(given)) for given in prompts]
+    if not asked:
+        raise InputError("record: expected at least one prompt, found none")
+    for number, prompt in enumerate(asked):
+        if not 1 <= len(prompt.ids) <= config.max_position_embeddings:
+            raise InputError(
+                f"record: prompt {number}: expected 1 to {config.max_position_embeddings} tokens "
+                f"(max_position_embeddings), found {len(prompt.ids)}; leave it out or cut it"
+            )
+    layers = [layer for layer, kind in enumerate(config.mlp_types) if kind == "sparse"]
+    has_head = bool(config.mtp_num_hidden_layers) and config.mtp_mlp_type == "sparse"
+    before = _calls(model.kernels)
+    seen: list[dict[str, Any]] = []
+
+    def see(logits: Tensor, weights: Tensor, experts: Tensor) -> None:
+        seen.append(measure(logits, weights, experts, keep_logits=keep_logits))
+
+    main, head = [], []
+    for number, prompt in enumerate(asked):
+        ids = torch.tensor([prompt.ids], dtype=torch.int64, device=model.device)
+        with seen_routing(model, see):
+            hidden = model(ids, use_cache=False, last_only=True).hidden
+            if has_head and len(prompt.ids) > 1:
+                model.mtp_logits(hidden[:, :-1], ids[:, 1:])
+        calls = len(layers) + (has_head and len(prompt.ids) > 1)
+        if len(seen) != calls:
+            raise BackendError(f"record: expected {calls} calls of the router in a pass, found {len(seen)}")
+        main.append(stack_layers(seen[: len(layers)], prompt.ids, number))
+        if len(seen) > len(layers):
+            head.append(stack_layers(seen[len(layers) :], prompt.ids[:-1], number))
+        seen.clear()
+        if progress is not None:
+            progress(number + 1, len(asked))
+    parts: list[RoutingPart] = [stack_parts("model", layers, main)]
+    if head:
+        parts.append(stack_parts("mtp", (0,), head))
+    backends = [
+        {"op": op, "backend": backend, "device": device, "dtype": dtype, "tokens": tokens, "calls": calls}
+        for (op, backend, device, dtype, tokens), total in _calls(model.kernels).items()
+        if (calls := total - before.get((op, backend, device, dtype, tokens), 0))
+    ]
+    origin = Origin(
+        model_hash=model_hash, backends=tuple(backends), policy=model.kernels.policy.to_json(),
+        versions=provenance.versions(), seed=seed,
+        card=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
+    )  # fmt: skip
+    return RoutingRecord(
+        config.num_experts, config.num_experts_per_tok, config.norm_topk_prob,
+        str(model.dtype).removeprefix("torch."), tuple(asked), tuple(parts), origin=origin,
+    )  # fmt: skip
+
+
+def _calls(kernels: Kernels) -> dict[tuple[str, str, str, str, str], int]:
+    return {(row.op, row.backend, row.device, row.dtype, row.tokens): row.calls for row in kernels.attestation()}
+
+
+def record_of_logits(
+    logits: np.ndarray,
+    *,
+    top_k: int,
+    normalise: bool = True,
+    prompts: Sequence[RoutingPrompt] | None = None,
+    layers: Sequence[int] | None = None,
+    backend: str | None = None,
+    keep_logits: bool = True,
+) -> RoutingRecord:
+    """The record of routers whose logits are at hand: of a synthetic router, or of kept logits under another `top_k`.
+
+    logits [L, T, E] float32; `prompts` have T tokens in all (default: one prompt with the ids 0 to T - 1); `layers`
+    default to 0 to L - 1; `backend` names one of the op `routing`. Raises InputError for shapes that do not fit.
+    """
+    if not isinstance(logits, np.ndarray) or logits.ndim != 3 or not logits.size:
+        found = getattr(logits, "shape", type(logits).__name__)
+        raise InputError(f"record_of_logits: expected logits [layers, tokens, experts], found {found}")
+    depth, tokens, count = logits.shape
+    if type(top_k) is not int or not 1 <= top_k <= count:
+        raise InputError(f"record_of_logits: top_k: expected a whole number from 1 to {count}, found {top_k!r}")
+    given = (RoutingPrompt(tuple(range(tokens))),) if prompts is None else tuple(prompts)
+    total = sum(len(prompt.ids) for prompt in given)
+    numbers = tuple(range(depth)) if layers is None else tuple(layers)
+    if total != tokens or len(numbers) != depth:
+        raise InputError(
+            f"record_of_logits: expected prompts of {tokens} tokens and {depth} layers, found {total} and "
+            f"{len(numbers)}"
+        )
+    kernels = Kernels({} if backend is None else {"routing": backend})
+    rows = []
+    for layer in logits:
+        values = torch.from_numpy(np.ascontiguousarray(layer, dtype=np.float32))
+        weights, experts = kernels.routing(values, top_k=top_k, normalise=normalise)
+        rows.append(measure(values, weights, experts, keep_logits=keep_logits))
+    stacked = stack_layers(rows, [token for prompt in given for token in prompt.ids], 0)
+    lengths = [len(prompt.ids) for prompt in given]
+    stacked["prompt"] = np.repeat(np.arange(len(given), dtype=np.int32), lengths)
+    stacked["position"] = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    origin = Origin(policy=kernels.policy.to_json(), versions=provenance.versions())
+    return RoutingRecord(
+        count, top_k, normalise, "float32", given, (stack_parts("model", numbers, [stacked]),), origin=origin
+    )
+
+
+def rerouted(record: RoutingRecord, *, top_k: int | None = None, temperature: float = 1.0) -> RoutingRecord:
+    """The main part routed anew from kept logits / `temperature`, each layer by itself: what the router would choose.
+
+    Nothing downstream is computed again: a layer's logits are those of the original run. Raises InputError for a
+    record without logits and a temperature that is not above 0.
+    """
+    part = record.part("model")
+    if part.logits is None:
+        raise InputError("rerouted: expected a record with logits, found none; record with keep_logits=True")
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise InputError(f"rerouted: temperature: expected a finite number above 0, found {temperature!r}")
+    return record_of_logits(
+        part.logits / np.float32(temperature), top_k=record.top_k if top_k is None else top_k,
+        normalise=record.normalise, prompts=record.prompts, layers=part.layers,
+    )  # fmt: skip
