@@ -2,6 +2,7 @@
 
 import math
 
+import models
 import pytest
 import torch
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
@@ -9,13 +10,15 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 
 from workbench import kernels
 from workbench.analysis.launches import count_launches
+from workbench.analysis.runs import using_policy
 from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import logit_difference
 from workbench.kernels.experts.spec import example
 from workbench.kernels.registry import OPERATIONS
-from workbench.model import SparseBlock
+from workbench.model import CausalLM, SparseBlock
+from workbench.numerics import PRESETS
 
 LIMIT = 1e-5
 EXPERTS, TOP_K, HIDDEN, WIDTH = 32, 4, 48, 16
@@ -229,3 +232,10 @@ def test_the_models_router_takes_the_dtype_that_is_asked_for():
         assert half(x.bfloat16(), Kernels(router_dtype=torch.float32), None).dtype == torch.bfloat16
     with pytest.raises(BackendError, match="router_dtype: expected one of float32, bfloat16, float16, found"):
         Kernels(router_dtype=torch.float64)
+
+
+def test_another_policy_keeps_the_dtype_of_the_router():
+    config = ModelConfig.from_hf(models.mini())
+    model = CausalLM(config, Kernels(router_dtype=torch.bfloat16)).init_weights(0, "realistic").eval()
+    with using_policy(model, "segsum"):
+        assert model.kernels.router_dtype == torch.bfloat16 and model.kernels.policy == PRESETS["segsum"]
