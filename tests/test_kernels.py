@@ -171,6 +171,8 @@ for _tokens in (1, 4, 5, 600):
     EXPERTS[f"{_tokens} tokens, all on the last expert"] = with_experts(_tokens, [7])
     EXPERTS[f"{_tokens} tokens, all on two, the higher first"] = with_experts(_tokens, [6, 1])
 EXPERTS["a weight of zero"] = {**with_experts(6, [6, 1]), "weights": torch.tensor([[1.0, 0.0]]).expand(6, 2)}
+for _tokens in (1, 40):  # what torch's grouped product asks for in half precision
+    EXPERTS[f"{_tokens} tokens, rows of whole 16 bytes"] = experts_spec.example(tokens=_tokens, width=16)
 EXPERTS["an empty tail"] = with_experts(33, [0, 2], experts=100)
 
 CASES: dict[str, dict[str, dict]] = {

@@ -26,7 +26,7 @@ from workbench.kernels.registry import Call
 
 OP = "experts"
 
-#: Up to this many tokens pairs are cheaper than segments.
+#: Up to this many tokens small experts are cheaper pair by pair than in segments.
 PAIR_TOKENS = 4
 #: From so many values in an expert's first matrix on, oneDNN saves more than its calls cost, for one token too ...
 ONEDNN_VALUES = 1 << 20
@@ -35,14 +35,16 @@ ONEDNN_MULTIPLIES = 1 << 24
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
-    few = call.tokens <= PAIR_TOKENS
+    few, values = call.tokens <= PAIR_TOKENS, math.prod(call.weight_shape[1:])
     if call.device != "cpu":
-        return ("torch_gathered", "torch_sorted") if few else ("torch_grouped", "torch_sorted")
-    values = math.prod(call.weight_shape[1:])
-    order = ("torch_pairs", "torch_sorted") if few else ("torch_sorted", "torch_grouped")
-    if values >= ONEDNN_VALUES or call.tokens * values >= ONEDNN_MULTIPLIES:
-        return ("torch_onednn", *order)
-    return order
+        first = ("torch_gathered",) if few else ()
+    elif values >= ONEDNN_VALUES or call.tokens * values >= ONEDNN_MULTIPLIES:
+        first = ("torch_onednn",)
+    elif few:  # products of half precision want whole batches: torch's matrix times vector takes twice the time
+        first = ("torch_gathered",) if call.dtype.itemsize < 4 else ("torch_pairs",)
+    else:
+        first = ()
+    return (*first, "torch_grouped", "torch_sorted")
 
 
 def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> None:
