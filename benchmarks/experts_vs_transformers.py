@@ -1,12 +1,13 @@
 """The routed experts at the shape of Qwen3.6-35B-A3B: every backend and transformers, same weights, one run.
 
-    python benchmarks/experts_vs_transformers.py [--rounds 5]
+    python benchmarks/experts_vs_transformers.py [--rounds 5] [--device cuda]
 
-Hidden size 2048, 256 experts of width 512, 8 per token; fp32 and bf16, one thread, 1 to 2048 tokens, experts chosen
-evenly at random. Beside the time: the kernels and host syncs of a call and the bytes that it touches, and the share of
-the time in which the weights of the experts that are hit could be read once at the rate measured for plain reading
-here. At 512 tokens also skewed loads: a Zipf distribution, all tokens on the same eight experts, and every expert with
-equally many. Outputs are compared before anything is timed. Writes benchmarks/results/experts_vs_transformers.cpu.json.
+Hidden size 2048, 256 experts of width 512, 8 per token; fp32 and bf16, one CPU thread or a GPU, 1 to 2048 tokens,
+experts chosen evenly at random. Beside the time: the kernels and host syncs of a call, the bytes that it touches, and
+the share of the time in which the weights of the experts that are hit could be read once at the rate measured for plain
+reading here. At 512 tokens also skewed loads: a Zipf distribution, all tokens on the same eight experts, and every
+expert with equally many. Outputs are compared before anything is timed. Writes
+benchmarks/results/experts_vs_transformers.<hardware>.json.
 """
 
 import argparse
@@ -41,7 +42,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 #: Backends and the most tokens for which they are timed: beyond it some would copy tens of gigabytes.
 MOST_TOKENS = {
     "torch_loop": 2048, "torch_sorted": 2048, "torch_sized": 2048, "torch_onednn": 2048, "torch_grouped": 2048,
-    "torch_batched": 512, "torch_pairs": 64, "torch_gathered": 16, "torch_dense": 0,
+    "torch_batched": 512, "torch_pairs": 64, "torch_gathered": 16,
 }  # fmt: skip
 SKEW_TOKENS = 512
 
@@ -74,14 +75,27 @@ def inputs_for(tokens: int, load: str, dtype: torch.dtype) -> tuple[Tensor, Tens
     return x, (weights / weights.sum(-1, keepdim=True)).to(dtype), choose(tokens, load)
 
 
+def settled(run: Run) -> Run:
+    """`run` until the device has done it."""
+
+    def wait() -> Tensor:
+        result = run()
+        if result.is_cuda:
+            torch.cuda.synchronize()
+        return result
+
+    return wait
+
+
 def read_rate(weights: Tensor) -> float:
-    """Bytes a second at which a sum reads the weights: the best of five, in pieces of one expert."""
+    """Bytes a second at which a maximum reads the weights: the best of five, on a CPU in pieces of one expert."""
+    whole = weights.view(torch.int32 if weights.element_size() == 4 else torch.int16)
+    pieces = [whole] if weights.is_cuda else list(whole)
     seconds = []
-    flat = weights.view(torch.int32 if weights.element_size() == 4 else torch.int16)
     for _ in range(5):
         started = time.perf_counter()
-        for expert in flat:
-            expert.max()
+        for piece in pieces:
+            settled(piece.max)()
         seconds.append(time.perf_counter() - started)
     return weights.numel() * weights.element_size() / min(seconds)
 
@@ -100,16 +114,16 @@ def peers(config: Qwen3_5MoeTextConfig, gate_up: Tensor, down: Tensor) -> dict[s
     return found
 
 
-def resolves(name: str, dtype: torch.dtype, tokens: int) -> bool:
-    """Whether the backend serves the dtype; torch_onednn is written for fp32 alone."""
-    call = Call("experts", "cpu", dtype, tokens, False, False, PRESETS["safe"], (EXPERTS, 2 * WIDTH, HIDDEN))
+def resolves(name: str, device: str, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether the backend serves device and dtype; torch_onednn is written for fp32 on a CPU alone."""
+    call = Call("experts", device, dtype, tokens, False, False, PRESETS["safe"], (EXPERTS, 2 * WIDTH, HIDDEN))
     return OPERATIONS["experts"].backends[name].supports(call) is None
 
 
 def measure(case: str, runs: dict[str, Run], counted: dict[str, Run], hit_bytes: int, rate: float,
             rounds: int) -> list[bench.Row]:  # fmt: skip
     """Time, share of the limit, launches, syncs and bytes of every way to do one case."""
-    samples = bench.interleave(runs, rounds=rounds, warmup=1)
+    samples = bench.interleave({name: settled(run) for name, run in runs.items()}, rounds=rounds, warmup=1)
     least = hit_bytes / rate
     rows = [
         bench.Row.of(case, name, "ms", [1e3 * s for s in seconds], share_of_limit=least / statistics.median(seconds))
@@ -135,6 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--backends", nargs="+", default=list(MOST_TOKENS), choices=list(MOST_TOKENS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args(arguments)
     bench.pin_threads(1)
@@ -145,14 +160,14 @@ def main(arguments: list[str] | None = None) -> int:
     rows, worst, rates = [], 0.0, {}
     for dtype_name in options.dtypes:
         dtype = getattr(torch, dtype_name)
-        gate_up, down = make_weights(dtype)
+        gate_up, down = (weight.to(options.device) for weight in make_weights(dtype))
         rates[dtype_name] = rate = read_rate(gate_up)
         print(f"{dtype_name}: weights are read at {rate / 1e9:.1f} GB/s", flush=True)
         expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
         cases = [(tokens, "even") for tokens in options.lengths]
         cases += [(SKEW_TOKENS, load) for load in ("zipf", "one set", "equal") if SKEW_TOKENS in options.lengths]
         for tokens, load in cases:
-            x, weights, experts = inputs_for(tokens, load, dtype)
+            x, weights, experts = (tensor.to(options.device) for tensor in inputs_for(tokens, load, dtype))
             runs: dict[str, Run] = {
                 f"transformers ({name})": partial(module, x, experts, weights)
                 for name, module in peers(config, gate_up, down).items()
@@ -160,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
             counted = {
                 name: partial(Kernels({"experts": name}).experts, x, weights, experts, gate_up, down)
                 for name in options.backends
-                if tokens <= MOST_TOKENS[name] and resolves(name, dtype, tokens)
+                if tokens <= MOST_TOKENS[name] and resolves(name, options.device, dtype, tokens)
             }
             case = f"{dtype_name}, {tokens} tokens, {load}"
             expected = runs["transformers (eager)"]()
@@ -180,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     metric = f"relative difference from transformers' loop over its limit ({limits})"
     correctness = bench.Correctness(metric, worst, 1.0)
     path = bench.write_result(
-        options.out, NAME, correctness, rows, project=ROOT, peers=("transformers",),
+        options.out, NAME, correctness, rows, project=ROOT, device=options.device, peers=("transformers",),
         conditions={
             "keeps_freed_memory": keeps_memory, "read_bytes_per_second": rates,
             "shape": {"hidden": HIDDEN, "experts": EXPERTS, "width": WIDTH, "top_k": TOP_K},
