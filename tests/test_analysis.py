@@ -395,3 +395,13 @@ def test_the_answers_of_policies_are_told_by_where_they_part():
 
 def test_the_shape_of_an_output_is_that_of_the_values(safe):
     assert parity.output_shape(safe.trace.tensors) == (1, 100, 4, 24)
+
+
+def test_a_fault_is_followed_over_the_rows_of_its_head(model, ids, safe, unsafe):
+    where = nans.diagnose(unsafe.trace.table, unsafe.policy).where
+    rows = overflow.row_spread(model, ids, "factored", where)
+    assert list(rows.index) == list(overflow.ROW_STAGES) and rows.shape[1] == ids.shape[1]
+    assert (rows.loc["gdn.decay", :63] > 0).all()  # factored with a multiplied mask: every row of the chunk
+    assert (rows.loc["gdn.inter", :63] == 0).all() and (rows.loc["gdn.inter", 64:] == 1).all()  # handed on by the state
+    assert rows.loc["gdn.kkt", 0] == 0 and (rows.loc["gdn.out"] == 1).all()
+    assert overflow.row_spread(model, ids, "safe", nans.diagnose(safe.trace.table, safe.policy).where).empty

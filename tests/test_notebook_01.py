@@ -127,7 +127,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
     frames = len(controls.RECORDED_LIMITS) * len(controls.RECORDED_POLICIES)
-    assert len(images) == 8 + frames and page.count('<div class="frame"') == frames
+    assert len(images) == 9 + frames and page.count('<div class="frame"') == frames
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80
@@ -142,6 +142,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
 
 def test_the_page_answers_each_question_of_the_lab(made, code_cells):
     page = html.unescape(made[0].page.read_text(encoding="utf-8"))
+    assert "Rows that are not finite in head" in page
     assert "Under factored it refuses to draw a token." in page and "policy nan_to_num" in page
     assert "the sampled check says that they are clean" in page and "one head from a token on" in page
     for name in CATALOGUE:
@@ -187,7 +188,10 @@ def test_the_miniature_overflows_as_recorded(tmp_path):
 
 def test_full_compares_every_preset_on_a_mild_checkpoint(tmp_path):
     mild = write_small_checkpoint(tmp_path / "mild", "realistic")
-    found = report(tmp_path / "out", mild, full=True)[0].findings
+    made = report(tmp_path / "out", mild, full=True)[0]
+    found, page = made.findings, html.unescape(made.page.read_text(encoding="utf-8"))
+    assert "there is no row to follow" in page and "there is nothing to miss" in page
+    assert "no chat template, so no dialogue" in page
     assert len(found["errors"]) == 7
     assert found["gates"]["heads_over_float32"] == 0 and found["unsafe"]["fault"]["cause_id"] is None
     assert "finite on this prompt" in found["verdict"][1]

@@ -66,6 +66,7 @@ PLATES = {
     "drift": lambda: plots.state_drift(drift_table(), 5),
     "triggers": lambda: plots.triggers(trigger_table(), "factored", 88.7),
     "curve": lambda: plots.training_curve(curve_table()),
+    "rows": lambda: plots.row_spread(row_table(), 2, 1, chunk=2),
     "sampled": lambda: plots.sampled_map(word_table(), "factored", "3 of 6 tensors are bad."),
 }
 
@@ -73,6 +74,12 @@ PLATES = {
 def drift_table() -> pd.DataFrame:
     rows = [(name, 100 * n, 3.0, error * n) for name, error in (("safe, float32", 1e-7), ("b", 0.2)) for n in (1, 2)]
     return pd.DataFrame(rows, columns=["setting", "tokens", "norm", "error"])
+
+
+def row_table() -> pd.DataFrame:
+    shares = {"gdn.decay": [0.0, 0.5, 0.5, 0.0], "gdn.kkt": [0.0] * 4, "gdn.u": [0.0, 0.25, 1.0, 0.0],
+              "gdn.out": [0.0, 1.0, 1.0, 1.0]}  # fmt: skip
+    return pd.DataFrame.from_dict(shares, orient="index")
 
 
 def word_table() -> pd.DataFrame:
@@ -222,3 +229,15 @@ def test_the_map_of_a_sampled_check_tells_missed_from_seen_by_hatch():
     assert [by_place[x, 0.0] for x in (0.0, 1.0, 3.0)] == [None, "xxxx", "...."]
     assert by_place[(2.0, 0.0)] is None and by_place[(2.0, 1.0)] == "...."
     assert "not finite, called clean" in texts(PLATES["sampled"]())
+
+
+def test_the_spread_over_rows_hatches_each_run_and_groups_stages_that_are_alike():
+    plate = PLATES["rows"]()
+    runs = [
+        (patch.get_x(), patch.get_y(), patch.get_width(), patch.get_hatch()) for patch in plate.figure.axes[0].patches
+    ]
+    assert runs == [(1, 0, 2, "////"), (1, 2, 1, "////"), (2, 2, 1, "xxxx"), (1, 3, 3, "xxxx")]
+    assert plate.caption == (
+        "Rows that are not finite in head 1 of layer 2: gdn.decay, gdn.u: 2 of 4 rows, from token 1 on; gdn.kkt: none; "
+        "gdn.out: 3 of 4 rows, from token 1 on."
+    )

@@ -189,6 +189,12 @@ def test_parts_of_one_answer_stand_below_each_other_and_may_be_folded():
     assert both.text == "a < b\n\nmore & more\ntwo"
 
 
+def test_what_has_no_rows_is_a_sentence():
+    frame = pd.DataFrame({"a": [1]})
+    assert display.if_any(frame, lambda rows: display.note(f"{len(rows)} row"), "nothing").text == "1 row"
+    assert display.if_any(frame[:0], lambda rows: display.note("no"), "nothing").text == "nothing"
+
+
 def test_a_result_that_is_not_installed_is_said_to_be_missing():
     shown = display.recorded("name", {"rows": 3}, lambda result: display.note(str(result["rows"])))
     assert shown.text == "3"

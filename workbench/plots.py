@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -699,3 +700,52 @@ def _draw_by_chunk(axes, rows: pd.DataFrame, column: str, style: dict[str, tuple
                   linestyle=dash, markersize=5, label=name)  # fmt: skip
     axes.set_xticks(range(len(chunks)), [str(chunk) for chunk in chunks])
     axes.set_xlabel("rows of a chunk")
+
+
+def row_spread(rows: pd.DataFrame, layer: int, head: int, chunk: int = 64) -> Plate:
+    """Share of each token's row that is not finite, stage by stage: from `analysis.overflow.row_spread`."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(1.15 + 0.24 * len(rows))
+        colors = matplotlib.colors.ListedColormap([SAFE_CELL, *(_bad_color(i / 63) for i in range(64))])
+        shown = rows.to_numpy()
+        # The first color is for exact zero alone, however small a share is.
+        axes.imshow(
+            1.0 + 63.0 * shown - (shown == 0), cmap=colors, vmin=0.0, vmax=64.0, aspect="auto", interpolation="nearest",
+            extent=(0, rows.shape[1], len(rows), 0),
+        )  # fmt: skip
+        for y, row in enumerate(shown):
+            kinds = ["" if share == 0 else "xxxx" if share == 1 else "////" for share in row]
+            start = 0
+            for hatch, run in itertools.groupby(kinds):
+                width = len(list(run))
+                if hatch:
+                    axes.add_patch(
+                        Rectangle((start, y), width, 1, fill=False, hatch=hatch, linewidth=0.0,
+                                  edgecolor=CARD if hatch == "xxxx" else INK)
+                    )  # fmt: skip
+                start += width
+            axes.axhline(y, color=CARD, linewidth=1.5)
+        for boundary in range(chunk, rows.shape[1], chunk):
+            axes.axvline(boundary, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows.index))
+        axes.set_xticks(range(0, rows.shape[1] + 1, max(chunk // 2, 1)))
+        axes.set_xlabel("token; dashed: the next chunk")
+        axes.set_title(f"layer {layer}, head {head}: rows that are not finite")
+        axes.tick_params(axis="y", length=0)
+        axes.spines[:].set_visible(False)
+        handles = [
+            Patch(facecolor=SAFE_CELL, label="all finite"),
+            Patch(facecolor=_bad_color(0.3), edgecolor=INK, hatch="////", linewidth=0.0, label="partly not finite"),
+            Patch(facecolor=_bad_color(1.0), edgecolor=CARD, hatch="xxxx", linewidth=0.0, label="nothing finite"),
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for stage, row in zip(rows.index, shown, strict=True):
+        alike.setdefault(tuple(token for token, share in enumerate(row) if share > 0), []).append(stage)
+    parts = [
+        f"{', '.join(stages)}: {len(tokens)} of {rows.shape[1]} rows, from token {tokens[0]} on" if tokens
+        else f"{', '.join(stages)}: none"
+        for tokens, stages in alike.items()
+    ]  # fmt: skip
+    caption = f"Rows that are not finite in head {head} of layer {layer}: {'; '.join(parts)}."
+    return _plate(figure, caption, f"Map of stages by tokens for head {head} of layer {layer}")

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 import torch
+from torch import Tensor
 
+from workbench import taps
 from workbench.analysis import nans, parity
-from workbench.analysis.runs import Continuation, Run
+from workbench.analysis.runs import Continuation, Run, run_prompt
+from workbench.analysis.verdict import Where
+from workbench.model import CausalLM
 from workbench.numerics import EXP_OVERFLOW
 
 
@@ -83,6 +87,36 @@ def answer_reading(texts: Sequence[Continuation]) -> str:
                 f"{len(safe.tokens)} tokens."
             )
     return " ".join(sentences)
+
+
+#: Stages of the gated delta rule that have a row for each token, in the order of computation.
+ROW_STAGES = (
+    taps.GDN_DECAY, taps.GDN_KKT, taps.GDN_INVERSE, taps.GDN_U, taps.GDN_W, taps.GDN_INTRA, taps.GDN_INTER,
+    taps.GDN_OUT,
+)  # fmt: skip
+
+#: What is said where `row_spread` has nothing to show.
+NO_SPREAD = "No head of a gated delta rule is at fault on this prompt: there is no row to follow."
+
+
+def row_spread(model: CausalLM, input_ids: Tensor, policy: str, where: Where) -> pd.DataFrame:
+    """How a fault spreads over the rows of the chunks of the head that it was born in: stages down, tokens across.
+
+    Each value is the share of the row that is not finite. `input_ids` [1, T] are run again under `policy`, and the
+    stages of the layer at `where` kept. Empty where no head of a gated delta rule is at fault.
+    """
+    if where.layer is None or where.head is None or where.op != "gated_delta_rule":
+        return pd.DataFrame()
+    names = {taps.full_name(where.layer, stage): stage for stage in ROW_STAGES}
+    kept = run_prompt(model, input_ids, policy, keep=list(names), check="exact").trace.tensors
+    rows = {}
+    for name, stage in names.items():
+        if name not in kept:
+            continue
+        x = kept[name]
+        x = x[0, :, where.head] if stage == taps.GDN_OUT else x[:, where.head].flatten(0, 1)  # [N, V, C, ...] -> [T, .]
+        rows[stage] = (~torch.isfinite(x)).double().mean(-1)[: input_ids.shape[1]].tolist()
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 #: Presets that differ in the exponent and its sum alone, the accurate ones first.

@@ -4,11 +4,11 @@ Two sides. Inside a notebook: `notebook_defaults`, `write_findings` and what `di
 `build`, which the command `workbench report` calls.
 """
 
-from workbench.report.display import Html, folded, note, passages, recorded, stack, table, verdict_card
+from workbench.report.display import Html, folded, if_any, note, passages, recorded, stack, table, verdict_card
 from workbench.report.recording import frames
 from workbench.report.session import notebook_defaults, write_findings
 
 __all__ = [
-    "Html", "folded", "frames", "note", "notebook_defaults", "passages", "recorded", "stack", "table",
+    "Html", "folded", "frames", "if_any", "note", "notebook_defaults", "passages", "recorded", "stack", "table",
     "verdict_card", "write_findings",
 ]  # fmt: skip

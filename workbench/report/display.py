@@ -56,6 +56,11 @@ def recorded(name: str, result: Mapping[str, object] | None, show: Callable[[Map
     return show(result)
 
 
+def if_any(frame: pd.DataFrame, show: Callable[[pd.DataFrame], Shown], otherwise: str) -> Shown:
+    """`show(frame)`, or the sentence `otherwise` where it has no rows."""
+    return note(otherwise) if frame.empty else show(frame)
+
+
 #: Characters from which a cell of a table is a sentence and no name.
 SENTENCE = 30
 
