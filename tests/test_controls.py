@@ -2,6 +2,8 @@
 
 import base64
 import re
+import time
+from pathlib import Path
 
 import pytest
 from small_checkpoint import PROMPT, write_small_checkpoint
@@ -13,6 +15,8 @@ from workbench.errors import InputError
 from workbench.numerics import PRESETS
 from workbench.report.session import FINDINGS_FOLDER
 from workbench.tokenizer import Tokenizer
+
+MINIATURE = Path(__file__).resolve().parent.parent / "data" / "miniature"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,28 @@ def test_a_control_redraws_the_figure(controls, name, value):
     assert control.value != value
     control.value = value
     assert picture(controls) != before and "refused" not in controls.status.value
+
+
+def test_the_limit_is_for_a_clamp(controls):
+    assert controls.limit.disabled
+    controls.site.value = "cumsum"
+    assert not controls.limit.disabled
+
+
+def test_a_change_is_answered_within_a_second_on_the_miniature():
+    """Seconds of the processor, the better of two, so that other work on the machine does not count."""
+    model = workbench.load(MINIATURE, dtype="float32")
+    live = NumericsControls(model, Tokenizer.from_directory(MINIATURE), PROMPT)
+    changes = {
+        "dtype": "bfloat16", "exponent": "factored", "chunk": 8, "site": "cumsum", "prompt": PROMPT + " " + PROMPT
+    }  # fmt: skip
+    for name, value in changes.items():
+        control, before, seconds = getattr(live, name), getattr(live, name).value, []
+        for setting in (value, before, value):
+            started = time.process_time()
+            control.value = setting
+            seconds.append(time.process_time() - started)
+        assert min(seconds) < 1.0 and live.figure.value, (name, seconds)
 
 
 def test_the_first_look_is_at_the_strongest_head(controls):

@@ -89,7 +89,7 @@ class NumericsControls(RecordedControls):
         )
         self.site = choice("clamp", (NO_CLAMP, *CLAMP_SITES))
         self.limit = widgets.FloatLogSlider(
-            description="limit ±", value=12.0, base=10, min=-1, max=5, step=0.1, continuous_update=False
+            description="limit ±", value=12.0, base=10, min=-1, max=5, step=0.1, continuous_update=False, disabled=True
         )
         self.dtype = choice("dtype", DTYPES)
         self.layer = choice("layer", self.lab.linear_layers, layer)
@@ -155,6 +155,7 @@ class NumericsControls(RecordedControls):
         )
 
     def _changed(self, change: dict) -> None:
+        self.limit.disabled = self.site.value == NO_CLAMP
         self.draw()
 
 
