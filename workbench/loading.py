@@ -46,6 +46,7 @@ def load(
     *,
     allow_missing: str | Collection[str] = (),
     allow_unexpected: str | Collection[str] = (),
+    expert_layout: str | None = None,
 ) -> CausalLM:
     """Read a checkpoint directory into a model in eval mode.
 
@@ -54,6 +55,8 @@ def load(
     backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
     policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
     allow_* globs of tensor names; what may be missing is the multi-token-prediction head as a whole (``mtp.*``)
+    expert_layout how the files hold experts, a name of `checkpoint.LAYOUTS`; None detects it, needed where shapes leave
+            it open
 
     The model carries `checkpoint_accounting` (every tensor of the files, by class) and `narrowing` (per tensor: how
     many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
@@ -64,8 +67,9 @@ def load(
     if not isinstance(path, (str, Path)):
         raise InputError(f"checkpoint: expected a path, found {type(path).__name__}")
     checkpoint = read_checkpoint(
-        path, dtype=dtype_named(dtype), allow_missing=allow_missing, allow_unexpected=allow_unexpected
-    )
+        path, dtype=dtype_named(dtype), allow_missing=allow_missing, allow_unexpected=allow_unexpected,
+        expert_layout=expert_layout,
+    )  # fmt: skip
     missing = sorted(set(expected_tensors(checkpoint.config)) - set(checkpoint.tensors))
     if missing:
         raise CheckpointError(

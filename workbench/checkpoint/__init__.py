@@ -6,19 +6,37 @@
 """
 
 from workbench.checkpoint.accounting import Accounting, AccountingRow, FileBytes, NarrowedTensor
+from workbench.checkpoint.expert_layouts import (
+    LAYOUTS,
+    ExpertSizes,
+    Layout,
+    convert,
+    detect_layout,
+    from_canonical,
+    layout_named,
+    to_canonical,
+)
 from workbench.checkpoint.layout import SKIP_REASONS, canonical_name, expected_tensors
 from workbench.checkpoint.read import Checkpoint, read_checkpoint
 from workbench.checkpoint.write import write_checkpoint
 
 __all__ = [
+    "LAYOUTS",
     "SKIP_REASONS",
     "Accounting",
     "AccountingRow",
     "Checkpoint",
+    "ExpertSizes",
     "FileBytes",
+    "Layout",
     "NarrowedTensor",
     "canonical_name",
+    "convert",
+    "detect_layout",
     "expected_tensors",
+    "from_canonical",
+    "layout_named",
     "read_checkpoint",
+    "to_canonical",
     "write_checkpoint",
 ]

@@ -52,6 +52,7 @@ class Accounting:
     files: tuple[FileBytes, ...]
     notes: tuple[str, ...] = ()  # files left alone, settings taken from the weights
     narrowing: tuple["NarrowedTensor", ...] = ()
+    expert_layouts: tuple[tuple[str, str], ...] = ()  # (experts of a layer, layout that the files hold them in)
 
     def __post_init__(self) -> None:
         accounted = dict.fromkeys((file.name for file in self.files), 0)

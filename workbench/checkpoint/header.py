@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class StoredFile:
     file_bytes: int
     header_bytes: int  # the 8 length bytes included
     tensors: tuple[StoredTensor, ...]
+    metadata: Mapping[str, str]  # what the writer says of the file
 
     @property
     def tensor_bytes(self) -> int:
@@ -208,13 +210,13 @@ def read_header(path: Path) -> StoredFile:
             text = file.read(length)
     except OSError as fault:
         raise CheckpointError(f"{path}: cannot be read: {fault.strerror}") from None
-    tensors = [
-        _stored_tensor(path, name, entry)
-        for name, entry in _parse_header(path, text).items()
-        if name != "__metadata__"
-    ]
+    header = _parse_header(path, text)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: header: expected __metadata__ to map names to text, found {metadata!r}")
+    tensors = [_stored_tensor(path, name, entry) for name, entry in header.items()]
     _check_offsets(path, tensors, data_bytes=size - 8 - length)
-    return StoredFile(path, size, 8 + length, tuple(tensor for tensor, _ in tensors))
+    return StoredFile(path, size, 8 + length, tuple(tensor for tensor, _ in tensors), metadata)
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, Any]:

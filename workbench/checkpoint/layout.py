@@ -5,7 +5,7 @@ Canonical names are the official ones without their prefix, experts stacked:
 `layers.0.linear_attn.in_proj_qkv.weight` all q rows, then k, then v. Files may hold a canonical tensor in
 another form:
 
-* experts one by one, `mlp.experts.7.{gate,up,down}_proj.weight`, as transformers saves them;
+* experts in any of the layouts of `expert_layouts`, under `mlp.` or `block_sparse_moe.`;
 * Qwen3-Next: `in_proj_qkvz` and `in_proj_ba`, rows grouped per key head:
   [q | k | its v heads | their z heads] and [b of its value heads | a of its value heads].
 
@@ -41,10 +41,12 @@ def canonical_name(stored_name: str) -> str:
     """A stored name without the text model's prefix; `mtp.*` and `lm_head.weight` officially have none."""
     if stored_name == "language_model.lm_head.weight":
         return "lm_head.weight"
+    name = stored_name
     for prefix in _PREFIXES:
         if stored_name.startswith(prefix):
-            return stored_name.removeprefix(prefix)
-    return stored_name
+            name = stored_name.removeprefix(prefix)
+            break
+    return name.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral names the block with router and experts
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -126,16 +128,8 @@ class Form:
 
 
 def forms_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Form, ...]:
-    """All forms of one canonical tensor; the first is the canonical tensor itself."""
+    """All forms of one canonical tensor but those of experts; the first is the canonical tensor itself."""
     forms = [Form("one tensor", {name: shape})]
-    stem, _, leaf = name.rpartition(".mlp.experts.")
-    if stem:
-        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        matrices = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
-        source_shape = (width, hidden) if leaf == "gate_up_proj" else (hidden, width)
-        stem_of_experts = f"{stem}.mlp.experts"
-        names = (f"{stem_of_experts}.{n}.{matrix}_proj.weight" for n in range(experts) for matrix in matrices)
-        forms.append(Form("one tensor per expert", dict.fromkeys(names, source_shape)))
     stem, _, leaf = name.rpartition(".linear_attn.in_proj_")
     if stem:
         source, rows = ("qkvz", config.conv_dim + config.value_dim)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,6 +23,18 @@ from workbench.checkpoint.accounting import (
     cast,
     file_bytes_of,
 )
+from workbench.checkpoint.expert_layouts import (
+    PARTS,
+    STACKED,
+    Layout,
+    fitting_layout,
+    is_key,
+    layout_named,
+    layouts_with,
+    open_layout,
+    rearrange,
+    split_name,
+)
 from workbench.checkpoint.header import StoredFile, StoredTensor, list_files
 from workbench.checkpoint.layout import (
     ALWAYS_FLOAT32,
@@ -37,6 +49,8 @@ from workbench.config import ModelConfig, read_json_object
 from workbench.errors import CheckpointError
 
 # dtype name of the file format -> torch dtype, for those the model can hold
+# Key under which this program's files name the layout of their experts, which shapes alone may leave open.
+LAYOUT_KEY = "expert_layout"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -56,6 +70,8 @@ class _Plan:
     sources: dict[str, list[StoredTensor]]  # canonical name -> stored tensors in the order of its form
     rows: list[AccountingRow]
     tied_head: StoredTensor | None = None  # to be compared with the embedding
+    layouts: dict[str, Layout] = field(default_factory=dict)  # experts of a layer -> how the files hold them
+    notes: list[str] = field(default_factory=list)
 
 
 def read_checkpoint(
@@ -67,6 +83,7 @@ def read_checkpoint(
     allow_missing: Iterable[str] = (),
     allow_nonfinite: Iterable[str] = (),
     skip: Mapping[str, str] = SKIP_REASONS,
+    expert_layout: str | None = None,
 ) -> Checkpoint:
     """Read a safetensors checkpoint of any supported layout into canonical tensors.
 
@@ -75,6 +92,9 @@ def read_checkpoint(
     `dt_bias` always come as float32, and `linear_attn.norm.weight` stays float32 where the file has it so.
     Every narrowing cast is recorded in `accounting.narrowing`. The `allow_*` arguments are globs over
     canonical or stored names; `skip` maps globs over stored names to the reason for not reading them.
+    expert_layout: how the files hold experts (`expert_layouts.LAYOUTS`), for all layers whose names are those
+    of that layout. None takes it from the file's metadata, else from names and shapes. Where the shapes leave
+    it open, only what the family publishes (`stacked`) is taken, with a note; all else has to be named.
 
     All headers are checked before the first tensor is read. Raises `ConfigError` or `CheckpointError` with
     file, tensor, expected and found for damage, wrong shapes or dtypes, NaN or Inf, and for tensors that are
@@ -97,13 +117,16 @@ def read_checkpoint(
     files, notes = list_files(path)
     config, note = _settle_mtp(config, files, missing_globs)
     notes += [note] if note else []
-    plan = _make_plan(path, config, files, dict(skip), globs(allow_unexpected), missing_globs)
+    told = None if expert_layout is None else layout_named(expert_layout)
+    plan = _make_plan(path, config, files, dict(skip), globs(allow_unexpected), missing_globs, told)
+    notes += plan.notes
     with ExitStack() as stack:
         reader = _Reader(stack, globs(allow_nonfinite))
         tensors, narrowing = _assemble(config, plan, reader, dtype)
         if plan.tied_head is not None:
             _check_tied_head(plan.tied_head, plan.sources.get("embed_tokens.weight", [None])[0], reader)
-    accounting = Accounting(tuple(plan.rows), file_bytes_of(files), tuple(notes), narrowing)
+    layouts = tuple((block, layout.name) for block, layout in plan.layouts.items())
+    accounting = Accounting(tuple(plan.rows), file_bytes_of(files), tuple(notes), narrowing, layouts)
     return Checkpoint(config, tensors, accounting)
 
 
@@ -153,9 +176,14 @@ def _make_plan(
     skip: dict[str, str],
     allow_unexpected: list[str],
     allow_missing: list[str],
+    told: Layout | None,
 ) -> _Plan:
     expected = expected_tensors(config)
-    forms = {name: forms_of(config, name, shape) for name, shape in expected.items()}
+    blocks: dict[str, dict[str, StoredTensor]] = {}  # experts of a layer -> layout's key -> stored tensor
+    for name in expected:
+        if split_name(name) is not None:
+            blocks[split_name(name)[0]] = {}
+    forms = {name: forms_of(config, name, shape) for name, shape in expected.items() if split_name(name) is None}
     source_shapes: dict[str, tuple[int, ...]] = {}
     for form in (form for group in forms.values() for form in group):
         source_shapes |= form.sources
@@ -172,24 +200,30 @@ def _make_plan(
             plan.tied_head = tensor
             reason = "equal to the embedding, which the configuration ties it to"
             plan.rows.append(_row(SKIPPED, tensor, None, reason))
+        elif (found := split_name(name)) is not None and found[0] in blocks and is_key(found[1], config):
+            block, key = found
+            _refuse_second(tensor, f"{block}.{key}", blocks[block].get(key))
+            _check_dtype(tensor)
+            blocks[block][key] = tensor
         elif name not in source_shapes:
             if matches(name, allow_unexpected) or matches(tensor.name, allow_unexpected):
                 plan.rows.append(_row(UNEXPECTED, tensor, None, "not part of the model, allowed by name"))
             else:
                 _refuse_scales(tensor)
                 refused.append(tensor.name)
-        elif name in given:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name}: expected one tensor for {name}, found "
-                f"{given[name].name} in "
-                f"{given[name].file.name} too"
-            )
         else:
+            _refuse_second(tensor, name, given.get(name))
             _check_stored(tensor, source_shapes[name])
             given[name] = tensor
 
     missing: list[str] = []
     for name in expected:
+        if name not in forms:
+            block, key = split_name(name)
+            if key == STACKED.keys(config)[0]:  # the first of a layer's experts stands for all
+                missing += _plan_experts(config, plan, block, blocks[block], told, files)
+                given |= {f"{block}.{key}": tensor for key, tensor in blocks[block].items()}
+            continue
         present = [form for form in forms[name] if any(source in given for source in form.sources)]
         if len(present) > 1:
             _refuse_two_forms(name, present, given)
@@ -203,6 +237,9 @@ def _make_plan(
         else:
             plan.sources[name] = [given[source] for source in form.sources]
             _check_one_dtype(name, plan.sources[name])
+    if told is not None and told not in plan.layouts.values():
+        found = ", ".join(sorted({layout.name for layout in plan.layouts.values()})) or "no experts"
+        raise CheckpointError(f"{path}: expected experts in the layout {told}, which was named, found {found}")
     absent = [name for name in missing if not matches(name, allow_missing)]
     if refused or absent:
         raise CheckpointError(_mismatch_message(path, config, refused, absent))
@@ -225,10 +262,10 @@ def _used_rows(plan: _Plan, given: dict[str, StoredTensor]) -> list[AccountingRo
             rows.append(_row(SKIPPED, tensor, None, reason))
         elif len(names) > 1:
             rows.append(_row(MERGED, tensor, ", ".join(names), "split into the projections"))
-        elif len(plan.sources[names[0]]) > 1:
-            rows.append(_row(MERGED, tensor, names[0], "experts stacked"))
         else:
-            rows.append(_row(LOADED, tensor, names[0], ""))
+            layout = plan.layouts.get(names[0].rpartition(".")[0])
+            reason = "" if layout in (None, STACKED) else f"experts in the layout {layout}"
+            rows.append(_row(MERGED if len(plan.sources[names[0]]) > 1 else LOADED, tensor, names[0], reason))
     return rows
 
 
@@ -238,7 +275,80 @@ def _row(kind: str, tensor: StoredTensor, canonical: str | None, reason: str) ->
     )
 
 
+def _plan_experts(
+    config: ModelConfig,
+    plan: _Plan,
+    block: str,
+    present: dict[str, StoredTensor],
+    told: Layout | None,
+    files: list[StoredFile],
+) -> list[str]:
+    """Settle the layout of one layer's experts and plan their tensors; returns the names that are missing."""
+    names = {part: f"{block}.{STACKED.keys(config, part)[0]}" for part in PARTS}
+    if not present:
+        return list(names.values())
+
+    def where(key: str) -> str:
+        return f"{present[key].file}: tensor {present[key].name}"
+
+    layouts = layouts_with(present, where)
+    shapes = {key: tensor.shape for key, tensor in present.items()}
+    named = told if told in layouts else _layout_of_file(present, layouts, files)
+    layout = fitting_layout(shapes, layouts if named is None else [named], config, where)
+    doubt = layout.doubt(config) if named is None else None
+    if doubt is not None and layout is not STACKED:
+        raise open_layout(doubt, layout, where(next(iter(present))))
+    plan.layouts[block] = layout
+    note = f"{doubt}; taken as {layout}, which the family publishes and every other shape agrees with"
+    if doubt is not None and note not in plan.notes:
+        plan.notes.append(note)
+    missing = []
+    for part, name in names.items():
+        keys = layout.keys(config, part)
+        gaps = [key for key in keys if key not in present]
+        if len(gaps) == len(keys):
+            missing.append(name)
+        elif gaps:
+            missing += [f"{block}.{key}" for key in gaps]
+        else:
+            plan.sources[name] = [present[key] for key in keys]
+            _check_one_dtype(name, plan.sources[name])
+    return missing
+
+
+def _layout_of_file(
+    present: dict[str, StoredTensor], layouts: list[Layout], files: list[StoredFile]
+) -> Layout | None:
+    """The layout that the metadata of the files with these tensors names, if it is one of `layouts`."""
+    holding = {tensor.file for tensor in present.values()}
+    named = {file.metadata[LAYOUT_KEY]: file for file in files if file.path in holding and LAYOUT_KEY in file.metadata}
+    if len(named) > 1:
+        first, second = named
+        raise CheckpointError(
+            f"{named[second].path}: metadata {LAYOUT_KEY}: expected {first!r} as in {named[first].path.name}, found "
+            f"{second!r}; name the layout (expert_layout=, --expert-layout)"
+        )
+    return next((layout for layout in layouts if layout.name in named), None)
+
+
 def _check_stored(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    _check_dtype(tensor)
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name}: expected shape {list(shape)} by the configuration, "
+            f"found {list(tensor.shape)}"
+        )
+
+
+def _refuse_second(tensor: StoredTensor, name: str, first: StoredTensor | None) -> None:
+    if first is not None:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name}: expected one tensor for {name}, found {first.name} in "
+            f"{first.file.name} too"
+        )
+
+
+def _check_dtype(tensor: StoredTensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         is_fp8 = tensor.dtype.startswith("F")
         kind = "scaled weights of 8 bits or fewer" if is_fp8 else "integers, as in quantised checkpoints,"
@@ -246,11 +356,6 @@ def _check_stored(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
             f"{tensor.file}: tensor {tensor.name}: expected dtype {', '.join(FLOAT_DTYPES)}, found "
             f"{tensor.dtype}: "
             f"{kind} are not supported, use the BF16 checkpoint of this model"
-        )
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name}: expected shape {list(shape)} by the configuration, "
-            f"found {list(tensor.shape)}"
         )
 
 
@@ -399,7 +504,7 @@ def _assemble(
     tensors: dict[str, torch.Tensor] = {}
     narrowing = []
     for name, sources in plan.sources.items():
-        tensor = _canonical_tensor(config, name, sources, reader)
+        tensor = _canonical_tensor(config, name, sources, reader, plan.layouts.get(name.rpartition(".")[0]))
         target = _target_dtype(name, tensor.dtype, dtype)
         tensors[name], record = cast(name, tensor, target)
         narrowing += [record] if record else []
@@ -415,25 +520,21 @@ def _target_dtype(name: str, stored: torch.dtype, asked: torch.dtype | None) -> 
 
 
 def _canonical_tensor(
-    config: ModelConfig, name: str, sources: list[StoredTensor], reader: _Reader
+    config: ModelConfig, name: str, sources: list[StoredTensor], reader: _Reader, layout: Layout | None
 ) -> torch.Tensor:
+    if layout is not None:
+        part = next(part for part in PARTS if name.endswith(f".{STACKED.keys(config, part)[0]}"))
+        by_key = dict(zip(layout.keys(config, part), sources, strict=True))
+        (tensor,) = rearrange(part, layout, STACKED, config, lambda key: reader.fetch(by_key[key])).values()
+        return tensor
     first = canonical_name(sources[0].name)
     if first == name:
         return reader.fetch(sources[0])
     if first.endswith("in_proj_qkvz.weight"):
         qkv, z = split_qkvz(config, reader.fetch(sources[0]))
         return qkv if name.endswith("in_proj_qkv.weight") else z.contiguous()
-    if first.endswith("in_proj_ba.weight"):
-        b, a = split_ba(config, reader.fetch(sources[0]))
-        return (b if name.endswith("in_proj_b.weight") else a).contiguous()
-    # One expert after the other into its place, so that no second copy of the stack is ever in memory.
-    matrices = 2 if name.endswith("gate_up_proj") else 1
-    rows, columns = sources[0].shape
-    shape = (len(sources) // matrices, matrices * rows, columns)
-    stack = torch.empty(shape, dtype=FLOAT_DTYPES[sources[0].dtype])
-    for slot, source in zip(stack.view(len(sources), rows, columns), sources, strict=True):
-        slot.copy_(reader.fetch(source))
-    return stack
+    b, a = split_ba(config, reader.fetch(sources[0]))
+    return (b if name.endswith("in_proj_b.weight") else a).contiguous()
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor | None, reader: _Reader) -> None:

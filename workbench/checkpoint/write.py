@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from workbench.checkpoint.accounting import NarrowedTensor, cast
+from workbench.checkpoint.expert_layouts import PARTS, PER_EXPERT, STACKED, Layout, layout_named, rearrange, split_name
 from workbench.checkpoint.header import INDEX_NAME, WEIGHT_FILE, StoredFile, read_header
 from workbench.checkpoint.layout import OFFICIAL_FLOAT32, expected_tensors, fuse_ba, fuse_qkvz
-from workbench.checkpoint.read import FLOAT_DTYPES, globs, matches, require_finite, summarise_names
+from workbench.checkpoint.read import FLOAT_DTYPES, LAYOUT_KEY, globs, matches, require_finite, summarise_names
 from workbench.config import ModelConfig
 from workbench.errors import CheckpointError
 
@@ -33,12 +34,15 @@ def write_checkpoint(
     dtype: torch.dtype | None = torch.bfloat16,
     allow_nonfinite: Iterable[str] = (),
     extra_files: Mapping[str, str | bytes] | None = None,
+    expert_layout: str | None = None,
 ) -> tuple[NarrowedTensor, ...]:
     """Write canonical tensors as a safetensors checkpoint directory; returns what the narrowing casts did.
 
     layout: "official" (nested configuration, `model.language_model.` names, experts stacked), "split" (flat
     configuration, `model.` names, one tensor per expert, as transformers saves the text-only classes) or
     "qwen3_next" (that family's own: split experts, fused projections). None: the family's official one.
+    expert_layout: one of `expert_layouts.LAYOUTS` for the experts alone; None: what `layout` has, which is
+    "stacked" or "per_expert". The files name it in their metadata, so that it is read back whatever the shapes.
     max_shard_bytes: start a new file before this is exceeded, with an index; None writes a single file.
     dtype: as in the official files, `linear_attn.{A_log,norm.weight}` are float32 whatever it is; None writes
     every tensor in the dtype it has. allow_nonfinite: globs of canonical names that may hold NaN or Inf.
@@ -52,6 +56,7 @@ def write_checkpoint(
     path = Path(path)
     layout = layout or ("qwen3_next" if config.family == "qwen3_next" else "official")
     _check_request(config, tensors, layout, dtype, extra_files or {})
+    experts = layout_named(expert_layout or (STACKED if layout == "official" else PER_EXPERT))
     allow = globs(allow_nonfinite)
     for name, tensor in tensors.items():
         if not matches(name, allow):
@@ -63,7 +68,9 @@ def write_checkpoint(
 
     try:
         with _staging_directory(path) as staging:
-            _write_weights(staging, _stored(config, converted, layout), max_shard_bytes)
+            stored = _stored(config, converted, layout, experts)
+            metadata = {"format": "pt"} | ({LAYOUT_KEY: experts.name} if config.is_moe else {})
+            _write_weights(staging, stored, max_shard_bytes, metadata)
             for name, content in (extra_files or {}).items():
                 _write_bytes(staging / name, content.encode() if isinstance(content, str) else content)
             _write_bytes(staging / "config.json", (json.dumps(raw_config, indent=2) + "\n").encode())
@@ -148,19 +155,18 @@ def _converted(
 
 
 def _stored(
-    config: ModelConfig, tensors: dict[str, torch.Tensor], layout: str
+    config: ModelConfig, tensors: dict[str, torch.Tensor], layout: str, experts: Layout
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as the layout's files hold them, in the order of the forward pass."""
     prefix = "model.language_model." if layout == "official" else "model."
     for name in expected_tensors(config):
         stored_name = name if name.startswith(("mtp.", "lm_head.")) else prefix + name
         tensor = tensors[name]
-        stem, _, leaf = stored_name.rpartition(".experts.")
-        if stem and layout != "official":
-            matrices = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
-            for expert, weights in enumerate(tensor):
-                for matrix, part in zip(matrices, weights.chunk(len(matrices)), strict=True):
-                    yield f"{stem}.experts.{expert}.{matrix}_proj.weight", part
+        if (found := split_name(stored_name)) is not None:
+            block, key = found
+            part = next(part for part in PARTS if key in STACKED.keys(config, part))
+            parts = rearrange(part, STACKED, experts, config, lambda _, tensor=tensor: tensor)
+            yield from ((f"{block}.{key}", tensor) for key, tensor in parts.items())
         elif layout == "qwen3_next" and name.endswith("in_proj_qkv.weight"):
             z = tensors[name.replace("in_proj_qkv", "in_proj_z")]
             yield stored_name.replace("in_proj_qkv", "in_proj_qkvz"), fuse_qkvz(config, tensor, z)
@@ -174,7 +180,10 @@ def _stored(
 
 
 def _write_weights(
-    directory: Path, stored: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int | None
+    directory: Path,
+    stored: Iterable[tuple[str, torch.Tensor]],
+    max_shard_bytes: int | None,
+    metadata: dict[str, str],
 ) -> None:
     """One file, or numbered shards and an index. Names say "of how many", so they are given at the end."""
     written: list[StoredFile] = []
@@ -182,7 +191,7 @@ def _write_weights(
 
     def write_shard() -> None:
         file = directory / f"shard-{len(written)}"
-        save_file(shard, file, metadata={"format": "pt"})
+        save_file(shard, file, metadata=metadata)
         file.chmod(0o666 & ~_umask())  # the library makes its files private
         _flush_to_disk(file)
         written.append(read_header(file))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.options import add_command, add_dtype
+from workbench.cli.options import add_command, add_dtype, add_expert_layout
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import text_table, write_json
 from workbench.errors import InputError
@@ -27,6 +27,7 @@ def add(commands) -> None:
         "checkpoint", metavar="CHECKPOINT", type=Path, help="directory with config.json and safetensors"
     )
     add_dtype(parser)
+    add_expert_layout(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -37,7 +38,9 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.checkpoint.exists():
         raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
-    checkpoint = read_checkpoint(options.checkpoint, dtype=dtype_named(options.dtype))
+    checkpoint = read_checkpoint(
+        options.checkpoint, dtype=dtype_named(options.dtype), expert_layout=options.expert_layout
+    )
     groups = parameter_groups(checkpoint.tensors)
     narrowing = checkpoint.accounting.narrowing_frame()
     changed = narrowing[(narrowing["n_overflow"] > 0) | (narrowing["n_flushed"] > 0)]
@@ -46,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         accounting = checkpoint.accounting
         content = {
             "config": checkpoint.config.to_hf(),
+            "expert_layouts": dict(checkpoint.accounting.expert_layouts),
             "groups": groups.to_dict("records"),
             "accounting": {
                 "totals": {
@@ -73,7 +77,7 @@ def _text(
 ) -> str:
     import pandas as pd
 
-    lines = [*_config_lines(checkpoint.config), ""]
+    lines = [*_config_lines(checkpoint.config), *_layout_lines(checkpoint), ""]
     totals = {
         "group": "sum",
         "dtype": "",
@@ -93,6 +97,16 @@ def _text(
         if len(changed):
             lines.append(text_table(changed))
     return "\n".join(lines)
+
+
+def _layout_lines(checkpoint: Checkpoint) -> list[str]:
+    """How the files hold experts: one line for each layout found."""
+    from workbench.checkpoint.read import summarise_names
+
+    blocks: dict[str, list[str]] = {}
+    for block, layout in checkpoint.accounting.expert_layouts:
+        blocks.setdefault(layout, []).append(block)
+    return [f"expert layout: {layout} ({summarise_names(names)})" for layout, names in blocks.items()]
 
 
 def _config_lines(config: ModelConfig) -> list[str]:

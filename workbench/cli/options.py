@@ -57,6 +57,7 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
         "--policy", metavar="NAME|FILE", help=f"numerics policy: {', '.join(PRESETS)}, or a JSON file"
     )
     add_dtype(group)
+    add_expert_layout(group)
     group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     return shared
 
@@ -64,6 +65,21 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
 def add_dtype(group: argparse._ActionsContainer) -> None:
     """The dtype that a checkpoint is read in."""
     group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(LARGEST)}; default: as stored")
+
+
+#: Names of the layouts of experts, for help that must not wait for torch.
+EXPERT_LAYOUTS = (
+    "stacked", "transposed", "per_expert", "w1_w2_w3", "w1_w2_w3_per_expert", "w13_w2", "w13_w2_per_expert",
+    "stacked_interleaved", "transposed_interleaved", "w13_w2_interleaved", "w13_w2_per_expert_interleaved",
+)  # fmt: skip
+
+
+def add_expert_layout(group: argparse._ActionsContainer) -> None:
+    """How the files hold the experts."""
+    group.add_argument(
+        "--expert-layout", metavar="LAYOUT", choices=EXPERT_LAYOUTS,
+        help=f"how the files hold experts, where their shapes leave it open: {', '.join(EXPERT_LAYOUTS)}",
+    )  # fmt: skip
 
 
 def prompt_options() -> argparse.ArgumentParser:
