@@ -46,3 +46,11 @@ class NonFiniteError(WorkbenchError):
 
 class ServerError(WorkbenchError):
     """A model server cannot be reached, refuses a request, or answers in another form than expected."""
+
+
+class WorkspaceError(WorkbenchError):
+    """A scratch buffer was used that was not declared, not allocated, of another dtype, too small or taken already."""
+
+
+class WorkspaceWarning(UserWarning):
+    """A workspace ended with buffers that were declared and never taken."""
