@@ -42,7 +42,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 #: Backends and the most tokens for which they are timed: beyond it some would copy tens of gigabytes.
 MOST_TOKENS = {
     "torch_loop": 2048, "torch_sorted": 2048, "torch_sized": 2048, "torch_onednn": 2048, "torch_grouped": 2048,
-    "torch_batched": 512, "torch_pairs": 64, "torch_gathered": 16,
+    "torch_batched": 2048, "torch_pairs": 64, "torch_gathered": 16,
 }  # fmt: skip
 SKEW_TOKENS = 512
 

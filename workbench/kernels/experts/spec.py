@@ -28,6 +28,10 @@ OP = "experts"
 
 #: Up to this many tokens small experts are cheaper pair by pair than in segments.
 PAIR_TOKENS = 4
+#: Up to this many tokens copies of the weights cost a GPU less than sorting the pairs, ...
+GPU_GATHERED_TOKENS = 16
+#: ... and up to this many, where it has no grouped product, less than a launch for each expert.
+GPU_BATCHED_TOKENS = 512
 #: From so many values in an expert's first matrix on, oneDNN saves more than its calls cost, for one token too ...
 ONEDNN_VALUES = 1 << 20
 #: ... and for smaller ones from so many times the number of tokens on.
@@ -37,8 +41,10 @@ ONEDNN_MULTIPLIES = 1 << 24
 def automatic_order(call: Call) -> tuple[str, ...]:
     few, values = call.tokens <= PAIR_TOKENS, math.prod(call.weight_shape[1:])
     if call.device != "cpu":
-        first = ("torch_gathered",) if few else ()
-    elif values >= ONEDNN_VALUES or call.tokens * values >= ONEDNN_MULTIPLIES:
+        if call.tokens <= GPU_GATHERED_TOKENS:
+            return ("torch_gathered", "torch_grouped", "torch_sorted")
+        return ("torch_grouped", *(("torch_batched",) if call.tokens <= GPU_BATCHED_TOKENS else ()), "torch_sorted")
+    if values >= ONEDNN_VALUES or call.tokens * values >= ONEDNN_MULTIPLIES:
         first = ("torch_onednn",)
     elif few:  # products of half precision want whole batches: torch's matrix times vector takes twice the time
         first = ("torch_gathered",) if call.dtype.itemsize < 4 else ("torch_pairs",)
