@@ -164,6 +164,7 @@ BAD_INPUTS = [
     (["score", "{none}", "--only", "drafts", "--model", "m"], "--model: expected only with --url"),
     (["score", "--url", "127.0.0.1:9"], "url: expected http://host:port, without /v1, found '127.0.0.1:9'"),
     (["score", "--url", "http://127.0.0.1:9", "--dtype", "float16"], "--dtype: expected only with a checkpoint"),
+    (["score", "--url", "http://127.0.0.1:9", "--expert-layout", "stacked"], "--expert-layout: expected only with a"),
     (["score", "--url", "http://127.0.0.1:9", "--device", "cuda"], "--device: expected only with a checkpoint"),
     (["score", "--url", "http://[::1"], "url: expected http://host:port, without /v1, found 'http://[::1'"),
     (["score", "--url", "http://127.0.0.1:9", "--only", "drafts"], "--only drafts: expected one of dialogue, recall"),
