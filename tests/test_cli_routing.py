@@ -94,11 +94,16 @@ def test_a_saved_record_is_loaded_and_compared(run, checkpoint, tmp_path):
     assert code == 0 and "the weights differ: the two records are of different checkpoints" in out
 
 
-def test_second_runs_of_another_dtype_policy_and_backend(run, checkpoint):
+def test_second_runs_of_another_dtype_policy_router_and_backend(run, checkpoint):
     code, out, _ = run(checkpoint, *FLAT, "--dtype", "float32", "--against-dtype", "float16")
     assert code == 0 and "Against float16, policy safe:" in out
     code, out, _ = run(checkpoint, *FLAT, "--dtype", "float32", "--against-policy", "segsum")
     assert code == 0 and "Against float32, policy segsum:" in out and "other experts in 0 of" in out
+    code, out, _ = run(checkpoint, *FLAT, "--dtype", "float32", "--against-router-dtype", "bfloat16")
+    assert code == 0 and "Against float32, router bfloat16, policy safe:" in out
+    assert not re.search(r"^model: other experts in 0 of", out, re.MULTILINE)
+    code, out, _ = run(checkpoint, *FLAT, "--router-dtype", "bfloat16", "--against-router-dtype", "bfloat16")
+    assert code == 0 and re.search(r"^model: other experts in 0 of", out, re.MULTILINE)
     code, out, _ = run(
         checkpoint, *FLAT, "--dtype", "float32", "--against-backend", "gated_delta_rule=torch_recurrent"
     )
@@ -135,6 +140,7 @@ BAD_INPUTS = [
     (["{checkpoint}", "--prompt", "x", "--against", "{none}", "--against-dtype", "float16"], "expected one comparison"),
     (["{checkpoint}", "--prompt", "x", "--against-dtype", "int8"], "dtype: expected one of float64"),
     (["{checkpoint}", "--prompt", "x", "--against-policy", "unsafe"], "neither a preset (safe, "),
+    (["{checkpoint}", "--prompt", "x", "--router-dtype", "int8"], "argument --router-dtype: invalid choice: 'int8'"),
     (["{dense}", "--file", "{ids}"], "expected a model with experts, found a dense one"),
 ]
 

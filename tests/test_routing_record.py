@@ -17,6 +17,7 @@ from workbench.analysis import routing
 from workbench.analysis.routing import RoutingPrompt, compare, record, record_of_logits
 from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError, NonFiniteError
+from workbench.kernels import Kernels
 from workbench.model import CausalLM
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -120,6 +121,18 @@ def test_interventions_and_forced_backends_are_seen(model):
         seen = record(model, rows(20))
     assert (seen.part("model").experts[2, :, 0] == 5).all()
     assert not (seen.part("model").experts[1, :, 0] == 5).all()
+
+
+def test_the_dtype_of_the_router_is_seen_and_kept(model, monkeypatch, tmp_path):
+    plain = record(model, rows(200))
+    monkeypatch.setattr(model, "kernels", Kernels(router_dtype=torch.bfloat16))
+    seen = record(model, rows(200), keep_logits=True)
+    seen.save(tmp_path / "run")
+    assert (plain.router_dtype, seen.router_dtype) == (None, "bfloat16")
+    assert routing.load_record(tmp_path / "run").router_dtype == "bfloat16"
+    logits = torch.from_numpy(seen.part("model").logits)
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert 0 < routing.flip_totals(compare(plain, seen))["set_flip_rate"].iloc[0] < 0.2
 
 
 def test_a_token_without_finite_logits_is_marked_and_counts_nowhere(model):

@@ -20,9 +20,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.analysis.routing import RoutingFlips, RoutingPrompt, RoutingRecord
+    from workbench.model import CausalLM
 
 #: Options of the second run: name on the command line -> attribute of the options that it replaces.
-AGAINST = {"against_dtype": "dtype", "against_policy": "policy", "against_backend": "backend"}
+AGAINST = {
+    "against_dtype": "dtype", "against_policy": "policy", "against_backend": "backend",
+    "against_router_dtype": "router_dtype",
+}  # fmt: skip
+#: What a router can be asked to compute in.
+ROUTER_DTYPES = ("float32", "bfloat16", "float16")
 
 #: Progress is shown from so many seconds on, and every so many seconds.
 PATIENCE, INTERVAL = 2.0, 5.0
@@ -64,6 +70,10 @@ def add(commands) -> None:
     against.add_argument("--against-dtype", metavar="DTYPE")
     against.add_argument("--against-policy", metavar="NAME|FILE")
     against.add_argument("--against-backend", metavar="[OP=]NAME[:POLICY]")
+    against.add_argument("--against-router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES)
+    parser.add_argument("--router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES,
+                        help=f"{', '.join(ROUTER_DTYPES)}: of router logits and softmax; default: logits as the "
+                        "model's, softmax in float32")  # fmt: skip
     parser.add_argument("--hot", metavar="X", type=float, default=2.0,
                         help="an expert is hot with X times the even share, tokens * top-k / experts (2)")  # fmt: skip
     parser.add_argument("--save", metavar="DIR", type=Path, help="write the record as a bundle: safetensors + JSON")
@@ -84,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     if not (options.prompt or options.file):
         raise InputError("routing: expected --prompt or --file at least once, found none")
     before = None if options.against is None else routing.load_record(options.against)
-    model = load_model(options)
+    model = _model(options)
     folder = folder_of(options.checkpoint)
     tokenizer = functools.cache(lambda: Tokenizer.from_directory(folder))
     prompts: list[RoutingPrompt] = [
@@ -98,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None:
         seen.save(options.save)
     if other is not None:
-        before = record(load_model(other), progress=Progress("routing, second run"))
+        before = record(_model(other), progress=Progress("routing, second run"))
     flips = None if before is None else routing.compare(seen, before)
     bad = seen.bad_tokens + (0 if before is None else before.bad_tokens)
     if options.json is not None:
@@ -106,6 +116,17 @@ def run(options: argparse.Namespace) -> int:
     if options.json != "-":
         print(_text(options, seen, flips))
     return FAULT if bad else FINE
+
+
+def _model(options: argparse.Namespace) -> CausalLM:
+    from workbench.kernels import Kernels
+    from workbench.loading import dtype_named
+
+    model = load_model(options)
+    if options.router_dtype is not None:
+        kernels = model.kernels
+        model.kernels = Kernels(kernels.requested, kernels.policy, dtype_named(options.router_dtype))
+    return model
 
 
 def _other_options(options: argparse.Namespace) -> argparse.Namespace | None:
@@ -169,8 +190,8 @@ def _content(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFli
 
 def _about(record: RoutingRecord) -> dict[str, Any]:
     return {
-        "model_hash": record.origin.model_hash, "dtype": record.dtype, "policy": record.origin.policy,
-        "backends": list(record.origin.backends),
+        "model_hash": record.origin.model_hash, "dtype": record.dtype, "router_dtype": record.router_dtype,
+        "policy": record.origin.policy, "backends": list(record.origin.backends),
     }  # fmt: skip
 
 
@@ -236,7 +257,8 @@ def _name(record: RoutingRecord) -> str:
     from workbench.numerics import PRESETS, resolve_policy
 
     named = [name for name in PRESETS if resolve_policy(name).to_json() == record.origin.policy]
-    return f"{record.dtype}, policy {named[0] if named else 'of its own'}"
+    router = "" if record.router_dtype is None else f", router {record.router_dtype}"
+    return f"{record.dtype}{router}, policy {named[0] if named else 'of its own'}"
 
 
 def _table(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:

@@ -52,7 +52,8 @@ class RoutingPart:
     position  [T] its place in that prompt
     experts   [L, T, A] the router's choice, strongest first; -1 throughout where the router had no finite probabilities
     weights   [L, T, A] as the router returned them, NaN included
-    margin    [L, T] logit A minus logit A + 1 in falling order: by how much the choice was one; inf where A = E
+    margin    [L, T] logit A minus logit A + 1 in falling order: by how much the choice was one; inf where A = E. A
+              router that computes in fewer bits than its logits have may choose against it
     mass      [L, T] sum of the chosen experts' probabilities, softmax over all E in fp32 before any renormalising
     entropy   [L, T] of that softmax, in nats: 0 to log E
     logits    [L, T, E] or None where they were not kept
@@ -87,7 +88,8 @@ class RoutingRecord:
     """Parts of one model over the same prompts.
 
     `num_experts` E, `top_k` A, `normalise` whether weights are divided by their sum, `dtype` of the model,
-    `router_dtype` of its router's softmax, `prompts` the kinds and titles with the ids, `origin` what computed it.
+    `router_dtype` that its router was asked to compute in (None: logits in `dtype`, softmax in fp32 or better),
+    `prompts` the kinds and titles with the ids, `origin` what computed it.
     Raises InputError where the arrays do not fit each other.
     """
 
@@ -97,7 +99,7 @@ class RoutingRecord:
     dtype: str
     prompts: tuple[RoutingPrompt, ...]
     parts: tuple[RoutingPart, ...]
-    router_dtype: str = "float32"
+    router_dtype: str | None = None
     origin: Origin = field(default_factory=Origin)
 
     def __post_init__(self) -> None:

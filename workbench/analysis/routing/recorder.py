@@ -173,10 +173,15 @@ def record(
         versions=provenance.versions(), seed=seed,
         card=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
     )  # fmt: skip
+    router_dtype = model.kernels.router_dtype
     return RoutingRecord(
-        config.num_experts, config.num_experts_per_tok, config.norm_topk_prob,
-        str(model.dtype).removeprefix("torch."), tuple(asked), tuple(parts), origin=origin,
+        config.num_experts, config.num_experts_per_tok, config.norm_topk_prob, _name(model.dtype), tuple(asked),
+        tuple(parts), router_dtype=None if router_dtype is None else _name(router_dtype), origin=origin,
     )  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _calls(kernels: Kernels) -> dict[tuple[str, str, str, str, str], int]:
