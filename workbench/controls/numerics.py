@@ -1,7 +1,4 @@
-"""Live controls for notebooks: ipywidgets over `analysis.lab`, redrawn at every change.
-
-They need a running kernel. A page has none, so controls that run for a page record a small sweep to stand there.
-"""
+"""Live controls of notebook 01: ipywidgets over `analysis.lab`, redrawn at every change."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import ipywidgets as widgets
 
 from workbench import plots
 from workbench.analysis.lab import Lab, Probe
+from workbench.controls.recorded import LIVE_STYLE, RecordedControls
 from workbench.errors import WorkbenchError
 from workbench.model import CausalLM
 from workbench.numerics import (
@@ -30,7 +28,6 @@ from workbench.numerics import (
 )
 from workbench.report.display import Html
 from workbench.report.recording import frames
-from workbench.report.session import is_report
 from workbench.tokenizer import Tokenizer
 
 NO_CLAMP = "no clamp"
@@ -41,28 +38,6 @@ DTYPES = ("float32", "bfloat16")
 #: What a page shows of the controls: these limits on the cumulative sum under these policies.
 RECORDED_LIMITS = (None, 200.0, 80.0, 20.0, 5.0)
 RECORDED_POLICIES = ("factored", "safe")
-
-
-#: In a notebook, whose own style leaves wide gaps in what a widget shows; a page has its style sheet.
-LIVE_STYLE = """<style>
-.workbench-controls figure.plate { margin: 0; }
-.workbench-controls figure.plate img { max-width: 100%; }
-.workbench-controls p { margin: .3em 0; line-height: 1.4; }
-.workbench-controls .widget-html-content { line-height: 1.4; }
-.workbench-controls pre { white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; padding: .4em .6em; }
-</style>"""
-
-
-class RecordedControls(widgets.VBox):
-    """Widgets that also tell how to show themselves where no kernel answers them."""
-
-    def recorded(self) -> Html:
-        """The sweep that stands in a page in the place of the widgets: see `report.frames`."""
-        raise NotImplementedError
-
-    def _repr_mimebundle_(self, **options: object) -> dict:
-        bundle = super()._repr_mimebundle_(**options)
-        return {**bundle, "text/html": self.recorded()._repr_html_()} if is_report() else bundle
 
 
 class NumericsControls(RecordedControls):

@@ -1,4 +1,4 @@
-"""Figures: tables in, a figure with a caption that states its reading out. No statistics are computed here.
+"""Figures of gates, policies and layers: tables in, a figure with a caption that states its reading out.
 
 A policy has the same colour, marker and dash in every figure; nothing is told by colour alone (Okabe-Ito
 palette). Limits are labelled lines, and a value that is not finite is hatched, never left blank.
@@ -6,13 +6,9 @@ palette). Limits are labelled lines, and a value that is not finite is hatched, 
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import matplotlib.colors
 import matplotlib.lines
@@ -23,11 +19,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch, Rectangle
 
 from workbench.numerics import EXP_OVERFLOW
-
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6b7280"
-)  # fmt: skip
-INK, FAINT, CARD = "#1f2933", "#d7dce2", "#ffffff"
+from workbench.plots.plate import (
+    BLUE,
+    CARD,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    STYLE,
+    WIDTH,
+    Plate,
+    finished,
+    new_figure,
+)
 
 #: Colour, marker and dash of each preset policy.
 POLICY_STYLE: dict[str, tuple[str, str, str]] = {
@@ -39,70 +47,6 @@ POLICY_STYLE: dict[str, tuple[str, str, str]] = {
     "mask_after": (SKY, "D", "--"),
     "multiply_mask": (GREY, "v", "-."),
 }
-
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "workbench",  # the same ids at every run
-    "font.family": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "axes.titlesize": 10.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": False,
-    "hatch.linewidth": 0.7,
-    "figure.facecolor": CARD,
-    "savefig.facecolor": CARD,
-    "legend.frameon": False,
-}
-
-#: Without these an SVG names the time, the program and three web addresses.
-NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-
-WIDTH = 8.6  # inches; the width of a report's text
-
-
-@dataclass(frozen=True, slots=True)
-class Plate:
-    """A figure, the sentence that states its reading, and the text for those who cannot see it."""
-
-    figure: Figure
-    caption: str
-    alt: str
-    is_cropped: bool = True  # to what is drawn; not where figures take one another's place
-
-    def svg(self) -> str:
-        """The figure as SVG, byte for byte the same at every call."""
-        buffer = io.StringIO()
-        with matplotlib.rc_context(STYLE):
-            box = "tight" if self.is_cropped else None
-            self.figure.savefig(buffer, format="svg", metadata=NO_METADATA, bbox_inches=box)
-        return buffer.getvalue()
-
-    def _repr_html_(self) -> str:
-        data = base64.b64encode(self.svg().encode()).decode()
-        image = f'<img alt="{html.escape(self.alt)}" src="data:image/svg+xml;base64,{data}">'
-        return f'<figure class="plate">{image}<figcaption>{html.escape(self.caption)}</figcaption></figure>'
-
-
-def _figure(height: float, columns: int = 1, **options):
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(1, columns, **options)
-
-
-def _plate(figure: Figure, caption: str, subject: str) -> Plate:
-    """Freeze the layout, which every further drawing would move a little, and put the words to it."""
-    with matplotlib.rc_context(STYLE):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-    return Plate(figure, caption, f"{subject}. {caption}")
-
 
 def _limit_lines(axes, *, vertical: bool, sign: float = 1.0) -> None:
     """Labelled lines where exp overflows in float16 and in float32."""
@@ -140,7 +84,7 @@ def gate_ranges(gates: pd.DataFrame, chunk: int = 64) -> Plate:
     layers = sorted(gates["layer"].unique())
     heads = int(gates["head"].max()) + 1
     with matplotlib.rc_context(STYLE):
-        figure, (left, right) = _figure(max(2.6, 0.62 * len(layers) + 1.2), 2, sharey=True)
+        figure, (left, right) = new_figure(max(2.6, 0.62 * len(layers) + 1.2), 2, sharey=True)
         for row in gates.itertuples():
             y = layers.index(row.layer) + 0.76 * ((row.head + 0.5) / heads - 0.5)
             color, marker, _ = REACH_STYLE[_reach(row.span_max)]
@@ -191,7 +135,7 @@ def gate_ranges(gates: pd.DataFrame, chunk: int = 64) -> Plate:
         f"{top['span_max']:.4g} nats; the mildest, head {low['head']:.0f} of layer {low['layer']:.0f}, "
         f"{low['span_max']:.3g}."
     )
-    return _plate(figure, caption, f"Ranges of log decay per token and per chunk for {len(gates)} heads")
+    return finished(figure, caption, f"Ranges of log decay per token and per chunk for {len(gates)} heads")
 
 
 PATH_STYLE = {"strongest": (RED, "-"), "median": (ORANGE, "--"), "weakest": (BLUE, "-.")}
@@ -201,7 +145,7 @@ def cumsum_paths(paths: pd.DataFrame) -> Plate:
     """G over the rows of a chunk for a strong, a median and a weak head, from
     `analysis.gates.chunk_paths`."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(3.1)
+        figure, axes = new_figure(3.1)
         crossings = []
         for role, group in paths.groupby("role", sort=False):
             color, dash = PATH_STYLE[role]
@@ -231,7 +175,7 @@ def cumsum_paths(paths: pd.DataFrame) -> Plate:
         )
     else:
         caption = "No head shown passes the float32 limit inside its worst chunk, so exp(-G) is finite here."
-    return _plate(figure, caption, "Cumulative log decay over the rows of one chunk")
+    return finished(figure, caption, "Cumulative log decay over the rows of one chunk")
 
 
 def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
@@ -265,7 +209,7 @@ def share_maps(maps: Sequence[tuple[str, pd.DataFrame]]) -> Plate:
             handles=handles, loc="outside lower center", ncols=5, handlelength=1.6, columnspacing=1.2
         )
     caption = " ".join(_share_sentence(name, shares) for name, shares in maps)
-    return _plate(figure, caption, f"Maps of layers by tap points for {len(maps)} policies")
+    return finished(figure, caption, f"Maps of layers by tap points for {len(maps)} policies")
 
 
 def _label_layers(axes, shares: pd.DataFrame, names: Sequence[str]) -> None:
@@ -349,7 +293,7 @@ def policy_errors(errors: pd.DataFrame, limit: float = 3e-6) -> Plate:
     beyond = high * (high / low) ** 0.08  # middle of the strip for results that are not finite
     end = high * (high / low) ** 0.16
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(max(2.4, 0.5 * len(layers) + 1.3))
+        figure, axes = new_figure(max(2.4, 0.5 * len(layers) + 1.3))
         axes.set_xscale("log")
         axes.axvspan(
             high, end, facecolor=_bad_color(0.0), hatch="////", edgecolor=RED, linewidth=0.0, alpha=0.5
@@ -390,55 +334,14 @@ def policy_errors(errors: pd.DataFrame, limit: float = 3e-6) -> Plate:
         value = worst[errors["policy"] == policy].max(skipna=False)
         sentences.append(f"{policy} {'is not finite' if math.isnan(value) else f'stays within {value:.1e}'}")
     caption = f"Worst layer of each policy on the same inputs: {'; '.join(sentences)}."
-    return _plate(figure, caption, f"Errors of {len(policies)} policies in {len(layers)} layers")
-
-
-def training_curve(curve: pd.DataFrame) -> Plate:
-    """Losses and dialogues over the steps of one or more runs, each starting from the one before.
-
-    `curve` has the columns run, total_step, next, heldout and, where dialogues were followed, validation_exact: the
-    rows of `workbench.training.curve.joined`.
-    """
-    has_dialogues = "validation_exact" in curve and curve["validation_exact"].notna().any()
-    with matplotlib.rc_context(STYLE):
-        figure, panels = _figure(2.9, 2 if has_dialogues else 1, squeeze=False)
-        left, right = panels[0][0], panels[0][-1]
-        for number, (_, rows) in enumerate(curve.groupby("run", sort=False)):
-            steps = rows["total_step"]
-            left.plot(steps, rows["next"], color=GREY, linewidth=1.0, label=None if number else "training text")
-            left.plot(
-                steps, rows["heldout"], color=BLUE, marker="o", markersize=3.5, linewidth=1.5,
-                label=None if number else "held-out text",
-            )  # fmt: skip
-            if has_dialogues:
-                right.plot(steps, 100 * rows["validation_exact"], color=GREEN, marker="o", markersize=3.5)
-        ends = curve.groupby("run", sort=False)["total_step"].max().tolist()
-        for axes in panels[0]:
-            axes.set_xlabel("step")
-            axes.set_xlim(left=0)
-            for end in ends[:-1]:
-                axes.axvline(end, color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
-        left.set_ylabel("nats a token")
-        left.set_title("Text")
-        left.legend(loc="lower left")
-        if has_dialogues:
-            right.set_title("Validation dialogues with an exact reply")
-            right.set_ylabel("%")
-            right.set_ylim(0, 102)
-    last = curve.iloc[-1]
-    caption = f"Held-out text ends at {last['heldout']:.3f} nats a token"
-    if has_dialogues:
-        caption += f", with {100 * last['validation_exact']:.1f} % of the validation dialogues exact"
-    runs = len(ends)
-    caption += f", after {ends[-1]:,} steps" + (f" in {runs} runs (dashed lines)." if runs > 1 else ".")
-    return _plate(figure, caption, "Losses over training steps")
+    return finished(figure, caption, f"Errors of {len(policies)} policies in {len(layers)} layers")
 
 
 def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
     """Decay of every chunk and head in falling order against the limit of exp, from `analysis.policies.triggers`."""
     ordered = table.sort_values("span", ascending=False).reset_index(drop=True)
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.8)
+        figure, axes = new_figure(2.8)
         axes.set_yscale("symlog", linthresh=1.0, linscale=0.5)
         for observed, color, marker, label in ((False, BLUE, "o", "finite"), (True, RED, "X", "not finite")):
             rows = ordered[ordered["observed"] == observed]
@@ -461,7 +364,7 @@ def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
         f"Under {policy} {int(table['observed'].sum())} of {len(table)} chunks are not finite. That a chunk decays by "
         f"more than {limit:.1f} nats predicts it for {'all' if not wrong else f'all but {wrong}'} of them."
     )
-    return _plate(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")
+    return finished(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")
 
 
 #: Bounds of the error axis of `numerics_probe`: the same for every setting, so that settings can be compared.
@@ -546,7 +449,7 @@ DRIFT_STYLE = ((BLUE, "-"), (SKY, "--"), (ORANGE, "-."), (RED, ":"), (PURPLE, "-
 def state_drift(table: pd.DataFrame, layer: int) -> Plate:
     """Norm of the recurrent state and its distance from float64 over a long input: `analysis.drift.state_drift`."""
     with matplotlib.rc_context(STYLE):
-        figure, (left, right) = _figure(3.2, 2)
+        figure, (left, right) = new_figure(3.2, 2)
         for (setting, rows), (color, dash) in zip(table.groupby("setting", sort=False), DRIFT_STYLE, strict=False):
             left.plot(rows["tokens"], rows["norm"], color=color, linestyle=dash, linewidth=1.5, label=setting)
             right.plot(rows["tokens"], rows["error"].clip(lower=1e-9), color=color, linestyle=dash, linewidth=1.5)
@@ -562,7 +465,7 @@ def state_drift(table: pd.DataFrame, layer: int) -> Plate:
     last = table[table["tokens"] == table["tokens"].max()]
     parts = [f"{row.setting} is off by {row.error:.1g}" for row in last.itertuples()]
     caption = f"After {int(table['tokens'].max()):,} tokens: {'; '.join(parts)}."
-    return _plate(figure, caption, f"State of layer {layer} over {int(table['tokens'].max()):,} tokens")
+    return finished(figure, caption, f"State of layer {layer} over {int(table['tokens'].max()):,} tokens")
 
 
 #: How `sampled_map` draws a tap point: colour, hatch, edge of the hatch, label.
@@ -577,7 +480,7 @@ def sampled_map(words: pd.DataFrame, policy: str, reading: str) -> Plate:
     """What the sampled check says of every tap point: `analysis.nan_checks.sampled_map` and `missed_reading`."""
     names = list(words.columns)
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(1.5 + 0.235 * len(words))
+        figure, axes = new_figure(1.5 + 0.235 * len(words))
         for y, (_, row) in enumerate(words.iterrows()):
             for x, word in enumerate(row):
                 if word not in SAMPLE_STYLE:
@@ -598,7 +501,7 @@ def sampled_map(words: pd.DataFrame, policy: str, reading: str) -> Plate:
         ]
         handles.append(Patch(facecolor=CARD, edgecolor=FAINT, label="no such op in the layer"))
         figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=1.2)
-    return _plate(figure, reading, f"Map of {len(words)} layers by tap points")
+    return finished(figure, reading, f"Map of {len(words)} layers by tap points")
 
 
 #: Colour, marker and dash of each structure of the gated delta rule.
@@ -673,7 +576,7 @@ def layer_times(layer: pd.DataFrame, alone: pd.DataFrame, source: str) -> Plate:
         f"One layer of the 35B shape, times as fast as transformers' as a whole: {ratios}. Of the structures "
         f"{best['name']} with chunks of {best['chunk']} takes the least time here ({best['ms']:.0f} ms). {source}"
     )
-    return _plate(figure, caption, "Times of a GatedDeltaNet layer")
+    return finished(figure, caption, "Times of a GatedDeltaNet layer")
 
 
 def _draw_ratios(axes, rows: pd.DataFrame) -> None:
@@ -705,7 +608,7 @@ def _draw_by_chunk(axes, rows: pd.DataFrame, column: str, style: dict[str, tuple
 def row_spread(rows: pd.DataFrame, layer: int, head: int, chunk: int = 64) -> Plate:
     """Share of each token's row that is not finite, stage by stage: from `analysis.overflow.row_spread`."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(1.15 + 0.24 * len(rows))
+        figure, axes = new_figure(1.15 + 0.24 * len(rows))
         colors = matplotlib.colors.ListedColormap([SAFE_CELL, *(_bad_color(i / 63) for i in range(64))])
         shown = rows.to_numpy()
         # The first color is for exact zero alone, however small a share is.
@@ -748,4 +651,4 @@ def row_spread(rows: pd.DataFrame, layer: int, head: int, chunk: int = 64) -> Pl
         for tokens, stages in alike.items()
     ]  # fmt: skip
     caption = f"Rows that are not finite in head {head} of layer {layer}: {'; '.join(parts)}."
-    return _plate(figure, caption, f"Map of stages by tokens for head {head} of layer {layer}")
+    return finished(figure, caption, f"Map of stages by tokens for head {head} of layer {layer}")

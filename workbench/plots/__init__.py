@@ -1,0 +1,37 @@
+"""Figures: tables in, a figure with a caption that states its reading out. No statistics are computed here.
+
+Nothing is told by colour alone. Limits are labelled lines, and a value that is not finite is hatched, never left blank.
+"""
+
+from workbench.plots.numerics import (
+    POLICY_STYLE,
+    cumsum_paths,
+    gate_ranges,
+    layer_times,
+    numerics_probe,
+    policy_errors,
+    row_spread,
+    sampled_map,
+    share_maps,
+    state_drift,
+    triggers,
+)
+from workbench.plots.plate import CARD, Plate
+from workbench.plots.training import training_curve
+
+__all__ = [
+    "CARD",
+    "POLICY_STYLE",
+    "Plate",
+    "cumsum_paths",
+    "gate_ranges",
+    "layer_times",
+    "numerics_probe",
+    "policy_errors",
+    "row_spread",
+    "sampled_map",
+    "share_maps",
+    "state_drift",
+    "training_curve",
+    "triggers",
+]
