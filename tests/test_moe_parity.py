@@ -12,11 +12,12 @@ from workbench import kernels
 from workbench.analysis.launches import count_launches
 from workbench.analysis.runs import using_policy
 from workbench.config import ModelConfig
-from workbench.errors import BackendError, InputError
+from workbench.errors import BackendError, InputError, WorkspaceError
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import logit_difference
-from workbench.kernels.experts.spec import example
+from workbench.kernels.experts.spec import declare_scratch, example
 from workbench.kernels.registry import OPERATIONS
+from workbench.kernels.workspace import Workspace
 from workbench.model import CausalLM, SparseBlock
 from workbench.numerics import PRESETS
 
@@ -239,3 +240,35 @@ def test_another_policy_keeps_the_dtype_of_the_router():
     model = CausalLM(config, Kernels(router_dtype=torch.bfloat16)).init_weights(0, "realistic").eval()
     with using_policy(model, "segsum"):
         assert model.kernels.router_dtype == torch.bfloat16 and model.kernels.policy == PRESETS["segsum"]
+
+
+# ---- scratch memory
+
+
+@pytest.mark.parametrize("name", ["torch_sorted", "torch_onednn"])
+def test_experts_in_scratch_memory_are_bit_for_bit_the_same(name):
+    """Debug fills scratch with NaN before and after: nothing unwritten is read, nothing is kept too long."""
+    ours, _ = blocks()
+    with Workspace(debug=True) as workspace:
+        declare_scratch(workspace, tokens=70, top_k=TOP_K, hidden=HIDDEN, width=WIDTH, dtype=torch.float32)
+        workspace.allocate()
+        with_scratch = Kernels({"experts": name}, workspace=workspace)
+        with torch.inference_mode():
+            kept = []
+            for count in (1, 70, 7):
+                x = tokens_of(count)
+                expected = ours(x, Kernels({"experts": name}), None)
+                kept.append((ours(x, with_scratch, None), expected))
+            assert all(torch.equal(found, expected) for found, expected in kept)
+            with pytest.raises(WorkspaceError, match=r"buffer 'experts.gate_up': expected at most 8960 elements"):
+                ours(tokens_of(71), with_scratch, None)
+        # Where a gradient is recorded there is none to take.
+        ours(tokens_of(71), Kernels("experts=torch_sorted", workspace=workspace), None)
+
+
+def test_scratch_that_was_not_declared_is_named():
+    workspace = Workspace()
+    workspace.allocate()
+    used = Kernels("experts=torch_sorted", workspace=workspace)
+    with torch.inference_mode(), pytest.raises(WorkspaceError, match=r"buffer 'experts.gate_up': expected .*declared"):
+        used.experts(**moe_inputs())

@@ -42,7 +42,7 @@ class Continuation:
 def using_policy(model: CausalLM, policy: NumericsPolicy | str) -> Iterator[None]:
     """The same model and backends under another numerics policy; the former kernels come back at the end."""
     before = model.kernels
-    model.kernels = Kernels(before.requested, resolve_policy(policy), before.router_dtype)
+    model.kernels = Kernels(before.requested, resolve_policy(policy), before.router_dtype, before.workspace)
     try:
         yield
     finally:

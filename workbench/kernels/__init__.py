@@ -24,6 +24,7 @@ from workbench.kernels import norms as _norms
 from workbench.kernels import routing as _routing
 from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.registry import Call, Resolution, parse_selection, resolve
+from workbench.kernels.workspace import Workspace
 from workbench.numerics import NumericsPolicy, resolve_policy
 from workbench.taps import Tap
 
@@ -60,13 +61,14 @@ class Kernels:
 
     `requested` maps an op to the backend named by the user; `policy` goes to every gated delta rule call;
     `router_dtype` is the dtype of router logits and softmax, None for logits in the model's and softmax in fp32 or
-    better. Raises BackendError, at the first call that it concerns, when a named backend refuses or no backend can
-    serve.
+    better; `workspace` is scratch memory for the ops that take some (`experts.spec.declare_scratch`), used where no
+    gradient is recorded. Raises BackendError, at the first call that it concerns, when a named backend refuses or no
+    backend can serve.
     """
 
     def __init__(
         self, requested: Mapping[str, str] | str | None = None, policy: NumericsPolicy | str | None = None,
-        router_dtype: torch.dtype | None = None,
+        router_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
     ):  # fmt: skip
         if requested is None or isinstance(requested, str):
             selection = parse_selection(requested)
@@ -86,7 +88,7 @@ class Kernels:
         if router_dtype not in (None, *ROUTER_DTYPES):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROUTER_DTYPES)
             raise BackendError(f"router_dtype: expected one of {names}, found {router_dtype}")
-        self.router_dtype = router_dtype
+        self.router_dtype, self.workspace = router_dtype, workspace
         self._choices: dict[tuple, _Choice] = {}
 
     def _backend(
@@ -177,7 +179,8 @@ class Kernels:
     def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `experts.spec`; a backend that sorts its pairs asks `alignment` for it, which has its own backends."""
         run = self._backend("experts", x.shape[0], x, weights, gate_up, down, weight_shape=gate_up.shape)
-        return run(x, weights, experts, gate_up, down, align=self.alignment)
+        scratch = None if torch.is_grad_enabled() else self.workspace
+        return run(x, weights, experts, gate_up, down, chain=_experts.spec.Chain(self.alignment, scratch))
 
 
 def gated_delta_rule(

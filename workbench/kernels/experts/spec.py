@@ -2,7 +2,7 @@
 
     out_t = sum_a weights[t, a] * down[e] (silu(gate[e] x_t) * (up[e] x_t)),   e = experts[t, a]
 
-``run(x, weights, experts, gate_up, down, *, align) -> out``
+``run(x, weights, experts, gate_up, down, *, chain) -> out``
 
 x       [tokens, D]
 weights [tokens, A]
@@ -10,19 +10,22 @@ experts [tokens, A]  int64, each in [0, E), those of a token distinct
 gate_up [E, 2I, D]   gate rows first
 down    [E, D, I]
 out     [tokens, D]  dtype of x
-align   how a backend that needs its pairs sorted gets them: the op `alignment`, an op with backends of its own
+chain   what a backend may ask for, see `Chain`
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.errors import InputError
+from workbench.kernels.alignment.spec import Align
 from workbench.kernels.registry import Call
+from workbench.kernels.workspace import Workspace
 
 OP = "experts"
 
@@ -90,6 +93,26 @@ def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Te
         token = (ranked[:, 1:] == ranked[:, :-1]).any(-1).nonzero()[0].item()
         raise InputError(f"experts: experts: expected those of a token distinct, found {experts[token].tolist()} at "
                          f"token {token}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What the caller gives to a backend.
+
+    align      the op `alignment`, with a backend of its own, for whoever needs its pairs sorted
+    workspace  scratch memory that `declare_scratch` declared, None for fresh memory
+    """
+
+    align: Align
+    workspace: Workspace | None = None
+
+
+def declare_scratch(
+    workspace: Workspace, *, tokens: int, top_k: int, hidden: int, width: int, dtype: torch.dtype
+) -> None:
+    """Declare what the backends that sort their pairs take for up to `tokens` tokens: [pairs, 2 I] and [pairs, D]."""
+    workspace.declare("experts.gate_up", (tokens * top_k, 2 * width), dtype)
+    workspace.declare("experts.down", (tokens * top_k, hidden), dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.experts.torch_sorted import weighted_sum
 from workbench.kernels.registry import Call
 
@@ -24,10 +23,10 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     if not x.shape[0]:
         return torch.zeros_like(x)
-    plan = align(experts, gate_up.shape[0], BLOCK_ROWS)
+    plan = chain.align(experts, gate_up.shape[0], BLOCK_ROWS)
     expert = plan.experts_of_blocks()
     token = plan.tokens_of_rows().view(-1, BLOCK_ROWS)
     at_once = max(1, BYTES_AT_ONCE // (gate_up[0].numel() * gate_up.element_size()))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 
 
@@ -17,7 +16,7 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     count = gate_up.shape[0]
     share = torch.zeros(x.shape[0], count, dtype=weights.dtype, device=x.device).scatter(1, experts, weights)
     hidden = swiglu(x[None] @ gate_up.transpose(1, 2))  # [E, tokens, I]

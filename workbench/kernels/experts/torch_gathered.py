@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 
 
@@ -13,7 +12,7 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     hidden = swiglu((gate_up[experts] @ x[:, None, :, None]).squeeze(-1))  # [tokens, A, I]
     out = (down[experts] @ hidden[..., None]).squeeze(-1)  # [tokens, A, D]
     return (out * weights[..., None]).sum(1).to(x.dtype)

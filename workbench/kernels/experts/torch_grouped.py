@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.experts.torch_sorted import weighted_sum
 from workbench.kernels.registry import Call
 
@@ -48,10 +47,10 @@ def supports(call: Call) -> str | None:
     return refusal(call.dtype, call.device)
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     if not x.shape[0]:
         return torch.zeros_like(x)
-    plan = align(experts, gate_up.shape[0], 1)
+    plan = chain.align(experts, gate_up.shape[0], 1)
     ends = plan.offsets[1:].to(torch.int32)
     rows = x.index_select(0, plan.tokens_of_rows())
     # Other strides are refused by torch; a copy of what lies in order costs nothing.

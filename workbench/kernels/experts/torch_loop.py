@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 
 
@@ -18,7 +17,7 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         token, rank = torch.where(experts == expert)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
+from workbench.kernels.experts.spec import Chain
 from workbench.kernels.experts.torch_sorted import by_segments
 from workbench.kernels.linear.torch_onednn import product, refusal
 from workbench.kernels.registry import Call
@@ -28,7 +28,7 @@ def supports(call: Call) -> str | None:
     return refusal(call)
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     return by_segments(
-        x, weights, experts, gate_up.contiguous(), down.contiguous(), align=align, product=product, rounded=rounded
+        x, weights, experts, gate_up.contiguous(), down.contiguous(), chain=chain, product=product, rounded=rounded
     )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 
 
@@ -18,7 +17,7 @@ def supports(call: Call) -> str | None:
     return None if call.device == "cpu" else f"reads expert numbers on the host: a synchronisation on {call.device}"
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     outs = []
     for row, weight, chosen in zip(x.unbind(), weights.unsqueeze(-1).unbind(), experts.tolist(), strict=True):
         hidden = swiglu(torch.stack([torch.mv(gate_up[expert], row) for expert in chosen])) * weight  # [A, I]

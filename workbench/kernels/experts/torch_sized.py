@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.experts.torch_batched import BYTES_AT_ONCE
 from workbench.kernels.experts.torch_sorted import Segment, rows_of, segments, weighted_sum
 from workbench.kernels.registry import Call
@@ -34,10 +33,10 @@ def equal_weights(weight: Tensor, parts: list[Segment]) -> Tensor:
     return weight[torch.tensor([part.expert for part in parts], device=weight.device)]
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
     if not x.shape[0]:
         return torch.zeros_like(x)
-    plan = align(experts, gate_up.shape[0], 1)
+    plan = chain.align(experts, gate_up.shape[0], 1)
     token = plan.tokens_of_rows()
     parts = segments(plan, token)
     lengths = {part.end - part.start for part in parts}

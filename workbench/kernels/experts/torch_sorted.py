@@ -7,15 +7,16 @@ sum over the experts of a token is a weighted gather in rank order: no atomics, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.kernels.alignment.spec import Align, Alignment
-from workbench.kernels.experts.spec import swiglu
+from workbench.kernels.alignment.spec import Alignment
+from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 
 
@@ -60,6 +61,17 @@ def rows_of(x: Tensor, token: Tensor, part: Segment, surplus: int = 0) -> Tensor
     return x.index_select(0, token[part.start : part.end + surplus])
 
 
+@contextmanager
+def stacked(parts: list[Tensor], chain: Chain, name: str) -> Iterator[Tensor]:
+    """The parts one after another, in the chain's scratch memory if it has some: gone when the context ends."""
+    if chain.workspace is None:
+        yield torch.cat(parts)
+        return
+    shape = (sum(len(part) for part in parts), parts[0].shape[1])
+    with chain.workspace.take(f"experts.{name}", shape, parts[0].dtype) as buffer:
+        yield torch.cat(parts, out=buffer)
+
+
 def by_segments(
     x: Tensor,
     weights: Tensor,
@@ -67,7 +79,7 @@ def by_segments(
     gate_up: Tensor,
     down: Tensor,
     *,
-    align: Align,
+    chain: Chain,
     product: Callable[[Tensor, Tensor], Tensor],
     rounded: Callable[[int], int] = int,
 ) -> Tensor:
@@ -78,24 +90,25 @@ def by_segments(
     """
     if not x.shape[0]:
         return torch.zeros_like(x)
-    plan = align(experts, gate_up.shape[0], 1)
+    plan = chain.align(experts, gate_up.shape[0], 1)
     token = plan.tokens_of_rows()
     parts = segments(plan, token)
     surplus = [rounded(part.end - part.start) - (part.end - part.start) for part in parts]
     beyond = max(0, *(part.end + more - len(token) for part, more in zip(parts, surplus, strict=True)))
     token = F.pad(token, (0, beyond))
 
-    def results(rows: Callable[[Segment, int], Tensor], weight: Tensor) -> Tensor:
-        return torch.cat([
+    def results(rows: Callable[[Segment, int], Tensor], weight: Tensor) -> list[Tensor]:
+        return [
             product(rows(part, more), weight[part.expert])[: part.end - part.start]
             for part, more in zip(parts, surplus, strict=True)
-        ])  # fmt: skip
+        ]
 
-    hidden = swiglu(results(lambda part, more: rows_of(x, token, part, more), gate_up))
+    with stacked(results(lambda part, more: rows_of(x, token, part, more), gate_up), chain, "gate_up") as both:
+        hidden = swiglu(both)
     hidden = F.pad(hidden, (0, 0, 0, beyond)) if beyond else hidden
-    out = results(lambda part, more: hidden[part.start : part.end + more], down)
-    return weighted_sum(out, plan.position, weights).to(x.dtype)
+    with stacked(results(lambda part, more: hidden[part.start : part.end + more], down), chain, "down") as out:
+        return weighted_sum(out, plan.position, weights).to(x.dtype)
 
 
-def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, align: Align) -> Tensor:
-    return by_segments(x, weights, experts, gate_up, down, align=align, product=F.linear)
+def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:
+    return by_segments(x, weights, experts, gate_up, down, chain=chain, product=F.linear)
