@@ -182,7 +182,7 @@ def test_the_miniature_overflows_as_recorded(tmp_path):
     assert errors["factored"]["error_out"] is None
     page = html.unescape(made.page.read_text(encoding="utf-8"))
     assert "policy_verdicts.py measured it on this very checkpoint" in page and "recorded: dialogues right" in page
-    assert "born at layers.00.gdn.decay (gated_delta_rule), it blames layers.00.post_norm (rms_norm)" in page
+    assert "born at layers.00.gdn.decay (gated_delta_rule), it blames layers.00.mixer_out (out_proj)" in page
     assert "Under nan_to_num it goes on without a warning" in page
 
 

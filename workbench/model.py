@@ -245,7 +245,7 @@ class GatedDeltaNet(nn.Module):
         kernels = shared.kernels
         qkv, z, raw_beta, raw_gate = self.joint(x, kernels)
         qkv = observe(tap, taps.GDN_QKV, qkv)
-        z = z.view(batch, tokens, self.value_heads, self.value_head_dim)
+        z = observe(tap, taps.GDN_GATE, z.view(batch, tokens, self.value_heads, self.value_head_dim))
         beta = observe(tap, taps.GDN_BETA, torch.sigmoid(raw_beta))
         wide = torch.promote_types(x.dtype, torch.float32)
         of_rate = kernels.policy.clamp("A_log", phase_of(tokens))
@@ -431,7 +431,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, shared: Pass, cache: KeyValueCache | DeltaCache | None, tap: Tap | None) -> Tensor:
         normed = observe(tap, taps.INPUT_NORM, self.input_layernorm(x, shared.kernels))
-        x = x + self.mixer(normed, shared, cache, tap)  # not in place: a hook may hold what a module returned
+        mixed = observe(tap, taps.MIXER_OUT, self.mixer(normed, shared, cache, tap))
+        x = observe(tap, taps.RESIDUAL_MID, x + mixed)  # not in place: a hook may hold what a module returned
         normed = observe(tap, taps.POST_NORM, self.post_attention_layernorm(x, shared.kernels))
         return observe(tap, taps.RESIDUAL, x + self.mlp(normed, shared.kernels, tap))
 

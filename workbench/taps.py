@@ -23,6 +23,8 @@ FINAL_NORM = "final_norm"
 LOGITS = "logits"
 
 INPUT_NORM = "input_norm"
+MIXER_OUT = "mixer_out"
+RESIDUAL_MID = "residual_mid"
 POST_NORM = "post_norm"
 RESIDUAL = "residual"
 
@@ -31,6 +33,7 @@ GDN_CONV = "gdn.conv"
 GDN_Q = "gdn.q"
 GDN_K = "gdn.k"
 GDN_V = "gdn.v"
+GDN_GATE = "gdn.gate"
 GDN_BETA = "gdn.beta"
 GDN_LOG_DECAY = "gdn.log_decay"
 GDN_CUMSUM = "gdn.cumsum"
@@ -62,12 +65,13 @@ MOE_OUT = "moe.out"
 LAYER_TAPS: dict[str, str] = {
     INPUT_NORM: "residual stream after the norm before the mixer, [B, T, D]",
     GDN_QKV: "projected q|k|v channels before the convolution, [B, T, 2HK+VW]",
+    GDN_GATE: "output gate before SiLU, [B, T, V, W]",
+    GDN_BETA: "write strength in (0, 1), [B, T, V]",
+    GDN_LOG_DECAY: "log of the per-token decay, <= 0, fp32, [B, T, V]",
     GDN_CONV: "the same channels after causal convolution and SiLU, [B, T, 2HK+VW]",
     GDN_Q: "queries after l2 norm and K**-0.5, [B, T, H, K]",
     GDN_K: "keys after l2 norm, [B, T, H, K]",
     GDN_V: "values, [B, T, V, W]",
-    GDN_BETA: "write strength in (0, 1), [B, T, V]",
-    GDN_LOG_DECAY: "log of the per-token decay, <= 0, fp32, [B, T, V]",
     GDN_CUMSUM: "cumulative log decay inside each chunk, [N, V, C]",
     GDN_DECAY: "pairwise decay exp(G_i - G_j), zero above the diagonal, [N, V, C, C]",
     GDN_KKT: "strictly lower beta_i (k_i . k_j) decay_ij, [N, V, C, C]",
@@ -86,6 +90,8 @@ LAYER_TAPS: dict[str, str] = {
     ATTN_GATE: "output gate before the sigmoid, [B, T, heads * head_dim]",
     ATTN_SCORES: "scaled scores before mask and softmax, [B, heads, T, keys]",
     ATTN_OUT: "attention output before the gate, [B, T, heads, head_dim]",
+    MIXER_OUT: "output of the mixer after its last projection, [B, T, D]",
+    RESIDUAL_MID: "residual stream between the mixer and the MLP, [B, T, D]",
     POST_NORM: "residual stream after the norm before the MLP, [B, T, D]",
     MOE_LOGITS: "router logits, [tokens, E]",
     MOE_TOPK: "renormalised weights of the chosen experts, [tokens, A]",
