@@ -17,6 +17,14 @@ from workbench.plots.numerics import (
     triggers,
 )
 from workbench.plots.plate import CARD, Plate
+from workbench.plots.routing import (
+    depth_lines,
+    load_maps,
+    pair_maps,
+    path_times,
+    router_flips,
+    routing_probe,
+)
 from workbench.plots.training import training_curve
 
 __all__ = [
@@ -24,10 +32,16 @@ __all__ = [
     "POLICY_STYLE",
     "Plate",
     "cumsum_paths",
+    "depth_lines",
     "gate_ranges",
     "layer_times",
+    "load_maps",
     "numerics_probe",
+    "pair_maps",
+    "path_times",
     "policy_errors",
+    "router_flips",
+    "routing_probe",
     "row_spread",
     "sampled_map",
     "share_maps",
