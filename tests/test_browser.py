@@ -1,4 +1,4 @@
-"""What only a browser can tell: the notebook's controls in JupyterLab, and the exported page without a network.
+"""What only a browser can tell: the notebooks' controls in JupyterLab, and the exported pages without a network.
 
 Needs the `browser` extra and a Chromium of the system; without one of them the tests are skipped and say which.
 With WORKBENCH_SCREENSHOTS=FOLDER they leave pictures of what they saw there.
@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
@@ -25,6 +27,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "01_gate_overflow.ipynb"
+ROUTING = ROOT / "notebooks" / "02_moe_routing.ipynb"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -82,6 +85,15 @@ def report(tmp_path_factory, checkpoint) -> Path:
     return build.build(request, lambda line: None)[0].page
 
 
+@pytest.fixture(scope="module")
+def routing_report(tmp_path_factory, checkpoint) -> Path:
+    request = build.Request(
+        notebook="02", checkpoint=checkpoint, settings=("max_tokens=48", "flip_texts=1"),
+        out=tmp_path_factory.mktemp("routing"),
+    )  # fmt: skip
+    return build.build(request, lambda line: None)[0].page
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 600)])
 def test_the_page_moves_its_recorded_sweep_without_network_or_kernel(browser, report, scheme, width):
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
@@ -115,25 +127,50 @@ def test_the_page_moves_its_recorded_sweep_without_network_or_kernel(browser, re
     assert not faults, faults
 
 
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 600)])
+def test_the_page_on_routing_moves_both_of_its_sweeps(browser, routing_report, scheme, width):
+    context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
+    page = context.new_page()
+    faults = Faults(page, "file:")
+    page.goto(routing_report.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for place, (slider, choice, option) in enumerate((("temperature", "top-k", "1"), ("layer", "text", "code"))):
+        sweep = page.locator("section.frames").nth(place)
+        shown = sweep.locator(".frame:visible")
+        seen = [shown.inner_html()]
+        sweep.get_by_role("slider", name=slider).focus()
+        page.keyboard.press("ArrowRight")
+        seen.append(shown.inner_html())
+        sweep.get_by_role("combobox", name=choice).select_option(option)
+        seen.append(shown.inner_html())
+        assert len(set(seen)) == 3 and shown.count() == 1, slider
+        picture(sweep, f"routing_{slider}_{scheme}_{width}.png")
+    # A token's number stands on the line of its token.
+    apart = """[...document.querySelectorAll('.routed sup')].filter(sup => sup.offsetParent).filter(sup => {
+        const rows = sup.parentElement.getClientRects(), own = sup.getBoundingClientRect();
+        return own.top > rows[rows.length - 1].bottom || own.left < rows[rows.length - 1].left - 1; }).length"""
+    assert page.evaluate(apart) == 0
+    assert page.evaluate("[...document.images].every(i => i.alt && i.complete && i.naturalWidth)")
+    context.close()
+    assert not faults, faults
+
+
 # ============================================================================================================
 # JupyterLab
 # ============================================================================================================
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory, checkpoint):
-    """Address of a JupyterLab with a copy of the notebook: what the controls need of it, on a small checkpoint."""
-    home = tmp_path_factory.mktemp("lab")
+@contextmanager
+def lab(notebook_file: Path, needed: Sequence[str], changes: dict[str, object], home: Path) -> Iterator[str]:
+    """Address of a JupyterLab with a copy of a notebook: its cells whose ids end in one of `needed`."""
     work = home / "work"
     work.mkdir()
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    cell = parameters.parameters_cell(notebook, NOTEBOOK.stem)
-    changes = {"checkpoint": str(checkpoint), "prompt": PROMPT}
-    cell.source = parameters.replace_parameters(cell.source, changes, NOTEBOOK.stem)
-    needed = ("setup", "parameters", "load", "try", "controls")
+    notebook = nbformat.read(notebook_file, as_version=4)
+    cell = parameters.parameters_cell(notebook, notebook_file.stem)
+    cell.source = parameters.replace_parameters(cell.source, changes, notebook_file.stem)
     notebook.cells = [cell for cell in notebook.cells if cell.id.rpartition("-")[2] in needed]
-    assert len(notebook.cells) == len(needed)
-    nbformat.write(notebook, work / NOTEBOOK.name)
+    assert {cell.id.rpartition("-")[2] for cell in notebook.cells} == set(needed)
+    nbformat.write(notebook, work / notebook_file.name)
     overrides = {
         "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
         "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
@@ -157,7 +194,7 @@ def lab(tmp_path_factory, checkpoint):
         while not (files := list((home / "runtime").glob("jpserver-*.json"))):
             assert server.poll() is None and time.monotonic() < deadline, (home / "log").read_text()
             time.sleep(0.2)
-        yield f"{json.loads(files[0].read_text())['url']}lab/tree/{NOTEBOOK.name}?token={token}"
+        yield f"{json.loads(files[0].read_text())['url']}lab/tree/{notebook_file.name}?token={token}"
     finally:
         server.terminate()
         server.wait(timeout=20)
@@ -167,42 +204,79 @@ KERNEL_IS_IDLE = """() => { const panel = window.jupyterapp?.shell.currentWidget
     return panel?.sessionContext?.session?.kernel?.status === 'idle'; }"""
 
 
-def test_the_controls_answer_in_jupyterlab(browser, lab):
-    context = browser.new_context(viewport={"width": 1300, "height": 1000})
-    page = context.new_page()
-    faults = Faults(page, lab[: lab.index("/lab/")])
-    page.goto(lab)
+def run_all(page, address: str):
+    """Open a notebook, run its cells; the controls that they show."""
+    page.goto(address)
     page.wait_for_function(KERNEL_IS_IDLE, timeout=60 * SECONDS)
     page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     controls = page.locator(".jp-OutputArea .workbench-controls")
-    figure = controls.locator("img")
     failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
-    figure.or_(failed).first.wait_for(timeout=60 * SECONDS)
+    controls.locator("img").or_(failed).first.wait_for(timeout=60 * SECONDS)
     assert failed.count() == 0, failed.first.text_content()
     page.wait_for_function(KERNEL_IS_IDLE, timeout=60 * SECONDS)
-    seen = [figure.get_attribute("src")]
+    return controls
 
-    def answers(press) -> None:
-        """Do `press` and wait for another figure."""
+
+class Answers:
+    """Does something to the controls and waits for another figure."""
+
+    def __init__(self, page, controls) -> None:
+        self.page, self.figure = page, controls.locator("img")
+        self.seen = [self.figure.get_attribute("src")]
+
+    def to(self, press) -> None:
         press()
-        page.wait_for_function(
+        self.page.wait_for_function(
             "([image, before]) => image.isConnected ? image.src !== before : true",
-            arg=[figure.element_handle(), seen[-1]], timeout=10 * SECONDS,
+            arg=[self.figure.element_handle(), self.seen[-1]], timeout=10 * SECONDS,
         )  # fmt: skip
-        figure.wait_for()
-        seen.append(figure.get_attribute("src"))
+        self.figure.wait_for()
+        self.seen.append(self.figure.get_attribute("src"))
 
-    chunk = controls.get_by_role("slider").first
-    chunk.focus()
-    answers(lambda: page.keyboard.press("ArrowLeft"))
-    exponent = controls.get_by_label("exponent")
-    exponent.focus()
-    answers(lambda: page.keyboard.press("End"))
-    answers(lambda: controls.get_by_label("cumsum").select_option("float16"))
-    assert len(set(seen)) == len(seen)
-    picture(page, "jupyterlab.png")
-    answers(lambda: controls.get_by_label("exponent").select_option("difference_then_mask"))
-    answers(lambda: controls.get_by_label("cumsum").select_option("float64"))
-    picture(controls, "controls.png")
-    context.close()
+
+def test_the_controls_answer_in_jupyterlab(browser, checkpoint, tmp_path):
+    needed = ("setup", "parameters", "load", "try", "controls")
+    with lab(NOTEBOOK, needed, {"checkpoint": str(checkpoint), "prompt": PROMPT}, tmp_path) as address:
+        context = browser.new_context(viewport={"width": 1300, "height": 1000})
+        page = context.new_page()
+        faults = Faults(page, address[: address.index("/lab/")])
+        controls = run_all(page, address)
+        answers = Answers(page, controls)
+        chunk = controls.get_by_role("slider").first
+        chunk.focus()
+        answers.to(lambda: page.keyboard.press("ArrowLeft"))
+        exponent = controls.get_by_label("exponent")
+        exponent.focus()
+        answers.to(lambda: page.keyboard.press("End"))
+        answers.to(lambda: controls.get_by_label("cumsum").select_option("float16"))
+        assert len(set(answers.seen)) == len(answers.seen)
+        picture(page, "jupyterlab.png")
+        answers.to(lambda: controls.get_by_label("exponent").select_option("difference_then_mask"))
+        answers.to(lambda: controls.get_by_label("cumsum").select_option("float64"))
+        picture(controls, "controls.png")
+        context.close()
+    assert not [fault for fault in faults if not fault.startswith("console:")], faults
+
+
+def test_the_routing_controls_answer_in_jupyterlab(browser, checkpoint, tmp_path):
+    needed = ("setup", "parameters", "record", "load", "tokens", "counts", "try", "controls")
+    changes = {"checkpoint": str(checkpoint), "prompt": PROMPT, "texts": str(ROOT / "data" / "routing.jsonl"),
+               "max_tokens": 48}  # fmt: skip
+    with lab(ROUTING, needed, changes, tmp_path) as address:
+        context = browser.new_context(viewport={"width": 1300, "height": 1000})
+        page = context.new_page()
+        faults = Faults(page, address[: address.index("/lab/")])
+        both = run_all(page, address)
+        timings, controls = both.filter(has_text="tokens").first, both.last
+        assert "torch_sorted" in timings.locator("table").text_content()
+        answers = Answers(page, controls)
+        sliders = controls.get_by_role("slider")
+        for place, key in ((0, "ArrowLeft"), (1, "ArrowLeft"), (2, "End")):  # layer, top-k, temperature
+            sliders.nth(place).focus()
+            answers.to(lambda key=key: page.keyboard.press(key))
+        answers.to(lambda: controls.get_by_label("prompt").select_option(index=5))
+        assert len(set(answers.seen)) == 5 and controls.locator(".routed span").count() > 20
+        picture(controls, "routing_controls.png")
+        picture(timings, "routing_timings.png")
+        context.close()
     assert not [fault for fault in faults if not fault.startswith("console:")], faults

@@ -316,6 +316,14 @@ def test_a_setting_without_text_is_refused_in_place_of_the_figure(controls):
     assert controls.figure.value
 
 
+def test_a_text_can_be_edited_only_where_it_is_the_one_shown(controls):
+    assert not controls.prompt.disabled
+    controls.choice.value = "code: b"
+    assert controls.prompt.disabled
+    controls.choice.value = controls.choice.options[0]
+    assert not controls.prompt.disabled
+
+
 def test_temperature_moves_the_weights_and_not_the_choice(controls):
     lab = controls.lab
     cold, warm = (lab.probe(PROMPT, layer=1, top_k=2, temperature=t) for t in (0.25, 4.0))

@@ -9,7 +9,7 @@ from workbench.report.session import is_report
 
 #: In a notebook, whose own style leaves wide gaps in what a widget shows; a page has its style sheet.
 LIVE_STYLE = """<style>
-.workbench-controls figure.plate { margin: 0; }
+.workbench-controls figure.plate, .workbench-controls figure.data { margin: 0; }
 .workbench-controls figure.plate img { max-width: 100%; }
 .workbench-controls p { margin: .3em 0; line-height: 1.4; }
 .workbench-controls .widget-html-content { line-height: 1.4; }

@@ -14,6 +14,7 @@ from workbench import plots
 from workbench.analysis import expert_paths
 from workbench.analysis.routing import RoutingPrompt
 from workbench.analysis.routing.lab import RoutingLab, RoutingProbe
+from workbench.analysis.routing.views import text_view
 from workbench.controls.recorded import LIVE_STYLE, RecordedControls
 from workbench.errors import WorkbenchError
 from workbench.model import CausalLM
@@ -54,8 +55,9 @@ class RoutingControls(RecordedControls):
             description="top-k", min=1, max=min(experts, 4 * chosen), value=chosen, continuous_update=False
         )
         self.temperature = widgets.FloatLogSlider(
-            description="temperature", value=1.0, base=10, min=-1, max=1, step=0.05, continuous_update=False
-        )
+            description="temperature", value=1.0, base=10, min=-1, max=1, step=0.05, continuous_update=False,
+            style={"description_width": "initial"},
+        )  # fmt: skip
         self.choice = widgets.Dropdown(
             description="prompt", options=list(self.texts), layout=widgets.Layout(width="95%")
         )
@@ -78,6 +80,7 @@ class RoutingControls(RecordedControls):
 
     def draw(self) -> None:
         """Route and show the setting; a refusal takes the place of the figure."""
+        self.prompt.disabled = self.choice.value != OWN_TEXT
         started = time.perf_counter()
         try:
             probe = self.lab.probe(
@@ -111,7 +114,7 @@ class RoutingControls(RecordedControls):
         some = sorted({layers[round(i * (len(layers) - 1) / (RECORDED_LAYERS - 1))] for i in range(RECORDED_LAYERS)})
         lab = RoutingLab(self.lab.model, self.lab.tokenizer, tokens=RECORDED_TOKENS)
         pages = [
-            routed_text(lab.probe(words, layer=number, top_k=chosen, temperature=1.0).text, experts)
+            routed_text(text_view(lab.recorded(words), lab.tokenizer, number), experts)
             for number, words in itertools.product(some, kinds.values())
         ]
         tokens = frames(
@@ -157,10 +160,10 @@ class ExpertTimings(RecordedControls):
         """Time the setting and show it, fastest first."""
         tokens = self.tokens.value
         found = expert_paths.time_paths(self.given, self.load.value, tokens)
-        automatic = expert_paths.automatic_path(self.given, tokens)
+        automatic, threads = expert_paths.automatic_path(self.given, tokens), torch.get_num_threads()
         caption = (
             f"Layer {self.given.layer}, {expert_paths.tokens_named(tokens)}, {self.load.value}, "
-            f"{torch.get_num_threads()} threads, this machine, now. Taken where none is named: {automatic}."
+            f"{threads} thread{'' if threads == 1 else 's'}, this machine, now. Taken where none is named: {automatic}."
         )
         self.table.value = table(found, caption, {"path": "backend", "ms": "ms, median"})._repr_html_()
         self._is_measured = True

@@ -207,7 +207,7 @@ def depth_lines(depth: pd.DataFrame, top_k: int, experts: int, reading: str) -> 
 
 
 #: Experts that are shown with their numbers beside a map of hundreds.
-ZOOM = 24
+ZOOM = 20
 
 
 def pair_maps(view: PairView) -> Plate:

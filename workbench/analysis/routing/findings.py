@@ -20,7 +20,6 @@ from workbench.analysis.routing.views import (
     load_grid,
     main_load,
     main_part,
-    most_telling_layer,
     pair_view,
 )
 
@@ -90,7 +89,7 @@ def routing_findings(
     return {
         "title": "Expert routing",
         "verdict": [
-            _load_line(spread, of_kinds, most_telling_layer(load)),
+            _load_line(spread, of_kinds),
             _narrow_line(narrow, float(flips["median_margin"].iloc[0])),
             _path_line(recorded, counts),
         ],
@@ -121,12 +120,12 @@ def conditions(seen: RoutingRecord) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _load_line(spread: Mapping[str, object], kinds: Mapping[str, float], layer: int) -> str:
+def _load_line(spread: Mapping[str, object], kinds: Mapping[str, float]) -> str:
     total = spread["layers"] * spread["experts"]
     apart = ""
     if kinds:
         far = max(kinds, key=kinds.get)
-        apart = f"; {far} differ most by kind ({100 * kinds[far]:.0f} % of the work, most in layer {layer})"
+        apart = f"; {far} send {100 * kinds[far]:.0f} % of their work to different experts, the most of all kinds"
     bad = f"; {spread['bad_tokens']} choices had no finite probabilities" if spread["bad_tokens"] else ""
     return (
         f"Load: {spread['dead']} of {total} experts are dead and {spread['hot']} hot over {spread['tokens']} tokens; "
@@ -168,7 +167,7 @@ def _four_numbers(spread: Mapping, whole: pd.DataFrame, narrow: Mapping) -> list
     return [
         {
             "label": "Experts in use per layer",
-            "value": f"{spread['effective_least']:.1f} to {spread['effective_most']:.1f}",
+            "value": f"{spread['effective_least']:.3g} to {spread['effective_most']:.3g}",
             "note": f"of {spread['experts']}, as exp of the entropy of the load",
         },
         {

@@ -124,7 +124,7 @@ def layer_table(seen: RoutingRecord, rows: int = 16) -> tuple[pd.DataFrame, str]
     table = pd.DataFrame({
         "layer": grid.index, "effective": _effective(shares), "hottest": shares.argmax(1),
         "times": shares.max(1) * seen.num_experts, "tokens": shares.max(1) * seen.top_k,
-        "hot": (shares * seen.num_experts >= HOT).sum(1), "dead": (shares == 0).sum(1), "chance": expected,
+        "hot": (shares * seen.num_experts >= HOT).sum(1), "dead": (shares == 0).sum(1), "chance": expected.round(2),
     })  # fmt: skip
     hot, dead = int(table["hot"].sum()), int(table["dead"].sum())
     chance = expected.sum()
