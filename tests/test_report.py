@@ -309,6 +309,29 @@ def test_any_other_error_in_a_cell_names_cell_and_kind(tmp_path):
     assert not isinstance(caught.value, InputError)
 
 
+UNSHOWN = """
+from workbench.errors import InputError
+class Unshown:
+    def {method}(self, **options):
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "shown", "error", "kind", "said"),
+    [
+        ("_repr_mimebundle_", "Unshown()", "KeyError('inside')", WorkbenchError, "cell cell-1: KeyError: 'inside'"),
+        ("_repr_html_", "Unshown()", "ValueError()", WorkbenchError, "cell cell-1: ValueError: no message"),
+        ("__repr__", "display(Unshown())\n1", "KeyError('inside')", WorkbenchError, "cell cell-1: KeyError: 'inside'"),
+        ("_repr_html_", "Unshown()", "InputError('no head')", InputError, r"^no head \(notebook x, cell cell-1\)$"),
+    ],
+)
+def test_an_object_that_cannot_show_itself_is_an_error_with_its_reason(tmp_path, method, shown, error, kind, said):
+    with pytest.raises(kind, match=said) as caught:
+        run_cells(tmp_path, UNSHOWN.format(method=method, error=error) + shown)
+    assert "NoneType" not in str(caught.value) and type(caught.value) is kind
+
+
 def test_a_kernel_that_dies_is_reported_with_its_last_words(tmp_path):
     with pytest.raises(WorkbenchError, match=r"its kernel ended.*: last words"):
         run_cells(tmp_path, "import os, sys\nos.write(2, b'last words\\n')\nos._exit(3)")

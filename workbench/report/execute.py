@@ -104,7 +104,7 @@ def execute(
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except CellExecutionError as error:
-            raise _cell_error(notebook, name, error) from error
+            raise (_cell_error(notebook, name) or WorkbenchError(f"notebook {name}: {error.ename}: {error.evalue}")) from error
         except CellTimeoutError as error:
             raise WorkbenchError(f"notebook {name}: a cell took longer than {CELL_SECONDS} s") from error
         except (DeadKernelError, RuntimeError) as error:
@@ -112,6 +112,9 @@ def execute(
                 raise KeyboardInterrupt from None
             reason = last_words(said.read_text(errors="replace"))
             raise WorkbenchError(f"notebook {name}: its kernel ended or did not start: {reason}") from error
+    shown = _cell_error(notebook, name)
+    if shown is not None:  # the kernel went on after an object that could not be displayed
+        raise shown
     return normalise(notebook)
 
 
@@ -165,15 +168,19 @@ def _environment(scratch: Path, findings_folder: Path) -> dict[str, str]:
     }
 
 
-def _cell_error(notebook: NotebookNode, name: str, error) -> WorkbenchError:
-    """The error of the cell that failed, in one line."""
-    failed = next(
-        cell.id
-        for cell in notebook.cells
-        if cell.cell_type == "code" and any(output.output_type == "error" for output in cell.outputs)
-    )
-    message = f"notebook {name}, cell {failed}: {error.ename}: {error.evalue}"
-    raised = getattr(errors, error.ename, None)
-    if isinstance(raised, type) and issubclass(raised, WorkbenchError):
-        return InputError(f"{error.evalue} (notebook {name}, cell {failed})")
-    return WorkbenchError(f"{message} (workbench {__version__})")
+def _cell_error(notebook: NotebookNode, name: str) -> WorkbenchError | None:
+    """The error of the first cell that shows one, in one line; None where no cell does.
+
+    Kind and message are those of the cell's own output: the kernel's reply knows neither where an object failed to
+    show itself.
+    """
+    for cell in notebook.cells:
+        for output in cell.outputs if cell.cell_type == "code" else ():
+            if output.output_type != "error":
+                continue
+            kind, said = output.ename, output.evalue or "no message"
+            raised = getattr(errors, kind, None)
+            if isinstance(raised, type) and issubclass(raised, WorkbenchError):
+                return InputError(f"{said} (notebook {name}, cell {cell.id})")
+            return WorkbenchError(f"notebook {name}, cell {cell.id}: {kind}: {said} (workbench {__version__})")
+    return None
