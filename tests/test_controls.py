@@ -20,8 +20,12 @@ MINIATURE = Path(__file__).resolve().parent.parent / "data" / "miniature"
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    folder = write_small_checkpoint(tmp_path_factory.mktemp("controls") / "checkpoint")
+def folder(tmp_path_factory):
+    return write_small_checkpoint(tmp_path_factory.mktemp("controls") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
     return workbench.load(folder, dtype="float32"), Tokenizer.from_directory(folder)
 
 
@@ -119,6 +123,29 @@ def test_figures_of_a_sweep_have_one_size(controls):
         controls.exponent.value = value
         sizes.update(re.findall(r'<svg[^>]*viewBox="[^"]*"', picture(controls)))
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("prompt", ["a", " ", "\n", "\0", "<|im_end|>", "ab" * 4])
+def test_a_prompt_of_one_token_is_looked_at_in_chunks_too(loaded, prompt):
+    live = NumericsControls(*loaded, prompt)
+    assert "refused" not in live.status.value and "every value is finite" in picture(live)
+    lab = live.lab
+    found = lab.probe(prompt, PRESETS["factored"], dtype="float32", layer=lab.linear_layers[0], head=0)
+    assert len(found.path) == len(lab.tokenizer.encode(prompt)) and (found.errors["error"] < 3e-6).all()
+    assert "gdn.cumsum" in found.shares.columns
+
+
+def test_a_page_has_the_recorded_settings_of_one_token(loaded):
+    page = NumericsControls(*loaded, "a").recorded().page
+    assert page.count("<img ") == len(RECORDED_LIMITS) * len(RECORDED_POLICIES)
+
+
+@pytest.mark.parametrize("backend", ["torch_recurrent", "reference"])
+def test_a_backend_without_chunks_is_refused_in_words(folder, loaded, backend):
+    named = workbench.load(folder, dtype="float32", backend=f"gated_delta_rule={backend}")
+    lab = Lab(named, loaded[1])
+    with pytest.raises(InputError, match=f"lab: expected a gated delta rule in chunks, found backend {backend}"):
+        lab.probe(PROMPT, PRESETS["safe"], dtype="float32", layer=lab.linear_layers[0], head=0)
 
 
 def test_a_layer_without_a_delta_rule_is_an_input_error(loaded):

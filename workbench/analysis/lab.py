@@ -21,6 +21,9 @@ from workbench.numerics import NumericsPolicy
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import trace
 
+#: The lab looks at chunks: one token would go to the recurrence, which has none.
+IN_CHUNKS = {"gated_delta_rule": "torch_chunk"}
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -63,7 +66,11 @@ class Lab:
         return self._models[dtype]
 
     def probe(self, prompt: str, policy: NumericsPolicy, *, dtype: str, layer: int, head: int) -> Probe:
-        """Run `prompt` (its first `tokens` tokens) under `policy`. Raises InputError for no text or an unknown head."""
+        """Run `prompt` (its first `tokens` tokens) under `policy`, the gated delta rule in chunks even of one token.
+
+        The text is written by the model's own choice of backends. Raises InputError for no text, an unknown head, and
+        a model whose gated delta rule was given a backend without chunks.
+        """
         if layer not in self.linear_layers or not 0 <= head < self.model.config.linear_num_value_heads:
             raise InputError(
                 f"lab: expected a layer of {self.linear_layers} and a head below "
@@ -71,15 +78,21 @@ class Lab:
             )
         model = self.in_dtype(dtype)
         ids, inputs, exact = self._of_safe(prompt, dtype)
-        with torch.inference_mode(), using_policy(model, policy):
-            with trace(model, keep=[taps.full_name(layer, taps.GDN_CUMSUM)]) as seen:
-                model(ids, use_cache=False)
+        name = taps.full_name(layer, taps.GDN_CUMSUM)
+        with torch.inference_mode(), using_policy(model, policy, IN_CHUNKS), trace(model, keep=[name]) as seen:
+            model(ids, use_cache=False)
+        if name not in seen.tensors:
+            raise InputError(
+                "lab: expected a gated delta rule in chunks, found backend "
+                f"{model.kernels.requested['gated_delta_rule']}, which has none; load the model without naming it"
+            )
+        with torch.inference_mode():
             text = continue_prompt(model, ids, policy, self.new_tokens)
         errors = [
             (i, relative_error(gated_delta_rule(**x, policy=policy, backend="torch_chunk")[0], exact[i]))
             for i, x in inputs.items()
         ]
-        cumsum = seen.tensors[taps.full_name(layer, taps.GDN_CUMSUM)][:, head]  # [N, C]
+        cumsum = seen.tensors[name][:, head]  # [N, C]
         rows = torch.arange(cumsum.numel())
         path = pd.DataFrame({
             "row": rows.numpy(), "chunk": (rows // cumsum.shape[1]).numpy(), "cumsum": cumsum.double().flatten().numpy()

@@ -3,7 +3,7 @@ text."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,10 +39,16 @@ class Continuation:
 
 
 @contextmanager
-def using_policy(model: CausalLM, policy: NumericsPolicy | str) -> Iterator[None]:
-    """The same model and backends under another numerics policy; the former kernels come back at the end."""
+def using_policy(
+    model: CausalLM, policy: NumericsPolicy | str, backends: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """The same model and backends under another numerics policy; the former kernels come back at the end.
+
+    `backends` names the backend of an op for which the model's own kernels name none.
+    """
     before = model.kernels
-    model.kernels = Kernels(before.requested, resolve_policy(policy), before.router_dtype, before.workspace)
+    requested = {**(backends or {}), **before.requested}
+    model.kernels = Kernels(requested, resolve_policy(policy), before.router_dtype, before.workspace)
     try:
         yield
     finally:

@@ -104,7 +104,8 @@ def execute(
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except CellExecutionError as error:
-            raise (_cell_error(notebook, name) or WorkbenchError(f"notebook {name}: {error.ename}: {error.evalue}")) from error
+            unseen = WorkbenchError(f"notebook {name}: {error.ename}: {error.evalue}")
+            raise _cell_error(notebook, name) or unseen from error
         except CellTimeoutError as error:
             raise WorkbenchError(f"notebook {name}: a cell took longer than {CELL_SECONDS} s") from error
         except (DeadKernelError, RuntimeError) as error:
