@@ -41,6 +41,7 @@ ADDRESSING = "a fixed offset: an address or index that is wrong at this token al
 WEIGHTS = "weights, layout or another op that acts on every token alike"
 UNINITIALISED = "memory that is read before anything was written to it"
 CACHE = "the cache or the state pool: what the first request left behind"
+PRECISION = "digits lost inside the op: the rows that need them are off, by their gates and keys"
 ONE_HEAD = "a gate strong enough, or a weight, that only these heads have"
 
 PATTERNS: dict[str, Pattern] = {
@@ -76,7 +77,10 @@ PATTERNS: dict[str, Pattern] = {
             (FACTORED, MASK_AFTER, NAN_INPUT, WEIGHTS),
         ),
         Pattern("one_token", "one token alone", (ADDRESSING,), (FACTORED, HANDOFF, NAN_INPUT, WEIGHTS)),
-        Pattern("scattered", "rows that follow no rule above", (ADDRESSING, UNINITIALISED), ()),
+        Pattern(
+            "scattered", "rows that follow no rule of place", (PRECISION, ADDRESSING, UNINITIALISED),
+            (FACTORED, DISPATCH),
+        ),
     )
 }  # fmt: skip
 
@@ -134,6 +138,8 @@ class Reading:
             return (HEAD_MAP, *(cause for cause in causes if cause != WEIGHTS))
         if self.gate is not None and MASK_AFTER in causes:
             return (MASK_AFTER, *(cause for cause in causes if cause not in (MASK_AFTER, BOUNDARY)))
+        if self.heads.name == "some":  # what acts on every head alike is no cause of these
+            return (*(cause for cause in causes if cause not in (WEIGHTS, DISPATCH)), ONE_HEAD)
         return causes
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.analysis.nans import OP_OF_TAP
 from workbench.analysis.parity import ARGUMENT_TAPS
+from workbench.analysis.patterns import Reading, read_pattern
 from workbench.analysis.routing.recorder import seen_routing
 from workbench.cache import Cache, KeyValueCache
 from workbench.errors import InputError
@@ -53,10 +54,14 @@ CACHE_TAPS = {
     "cache.values": "value store",
 }  # fmt: skip
 
+#: Where a NaN that is gone was replaced: an output whose rows all read its inputs. Elsewhere an op may pass it by, as
+#: attention does a later token's.
+HIDES_NAN = {taps.GDN_OUT}
+
 #: Columns of `StageWatch.table`.
 STAGE_COLUMNS = (
-    "step", "layer", "tap", "op", "error", "row_error", "limit", "inputs_finite", "output_finite", "is_fault", "index",
-    "found", "expected",
+    "step", "layer", "tap", "op", "dtype", "reads", "error", "row_error", "limit", "inputs_finite", "output_finite",
+    "is_fault", "index", "found", "expected",
 )  # fmt: skip
 
 
@@ -87,9 +92,14 @@ def errors_of(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def place_of(found: Tensor, expected: Tensor) -> tuple[tuple[int, ...], float, float]:
-    """(index, found, expected) of the first value that is not finite, else of the one that is furthest off."""
+    """(index, found, expected) of the first number in the place of a NaN, else of the first value that is not finite,
+    else of the one that is furthest off."""
     bad = ~torch.isfinite(found)
-    off = bad.double() if bool(bad.any()) else (found.double() - expected).abs()
+    hidden = torch.isfinite(found) & expected.isnan()
+    if bool(hidden.any()):
+        off = hidden.double()
+    else:
+        off = bad.double() if bool(bad.any()) else (found.double() - expected).abs()
     flat = int(off.flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), found.shape))
     return index, found[index].item(), expected[index].item()
@@ -281,6 +291,16 @@ class LayerStages:
         inputs = {argument: self.value(tap) for argument, tap in ARGUMENT_TAPS.items()}
         return oracle(**inputs, initial_state=self.memory.second.double())
 
+    def pattern(self) -> Reading:
+        """Which rows of the op as a whole are wrong, beside the recurrence on its inputs; sequences in one."""
+        found, exact = self.value(taps.GDN_OUT), self.recurrence()[0]
+        off = torch.linalg.vector_norm(found - exact, dim=-1)
+        size = torch.linalg.vector_norm(exact, dim=-1).square().mean().sqrt()
+        bad = (~torch.isfinite(off) | (off > ROW_FACTOR * stage_limit(torch.float32) * size)).any(0)  # [T, V]
+        chunk = self.rows if self.has(taps.GDN_CUMSUM) else self.model.kernels.policy.chunk
+        gates = self.value(taps.GDN_LOG_DECAY).amin(0)
+        return read_pattern(bad, chunk=chunk, key_heads=self.mixer.key_heads, log_decay=gates)
+
     def out(self) -> Tensor:
         if not self.has(taps.GDN_CUMSUM):
             return self.recurrence()[0]
@@ -466,10 +486,12 @@ class StageWatch:
 
     step            number of the pass
     layer, tap, op  the place, see `nans.OP_OF_TAP`; tap points of `CACHE_TAPS` are what the pass found in its memory
+    dtype, reads    of the tensor, and the tap points that it was made from
     error           relative to the float64 result of the same inputs, Frobenius; NaN where one of them is not finite
     row_error       of the worst row of the last axis, over the root mean square of the rows
     limit           what the roundings of the dtype explain: of `error`; of `row_error`, ROW_FACTOR times that
-    is_fault        inputs finite, and the output not finite or beyond a limit
+    is_fault        inputs finite, and the output not finite or beyond a limit; or, at HIDES_NAN, inputs that are not
+                    finite and an output that is, where float64 gives NaN: a NaN was replaced
     index           of a fault: the first value that is not finite, else the one that is furthest off; None elsewhere
     found, expected the value there, and what float64 makes of the same inputs
     """
@@ -480,6 +502,8 @@ class StageWatch:
         self._current: Seen | None = None
         self._step = -1
         self._expected: tuple[Cache, list[Memory]] | None = None
+        #: (step, layer) -> which rows of the gated delta rule are wrong, where one of its stages is at fault.
+        self.patterns: dict[tuple[int, int], Reading] = {}
 
     @property
     def table(self) -> pd.DataFrame:
@@ -555,6 +579,9 @@ class StageWatch:
             memory = [stages.memory.first, stages.memory.second] if "*" in stage.reads else []
             extra = stages.choice_error if name == taps.MOE_TOPK else None
             self._judge(name, index, lambda s=stage: s.expect(stages), reads, seen, memory, extra)
+        faults = {row[3] for row in self._rows[-len(here) :] if row[STAGE_COLUMNS.index("is_fault")]}
+        if "gated_delta_rule" in faults and all(map(is_finite, map(stages.value, ARGUMENT_TAPS.values()))):
+            self.patterns[self._step, index] = stages.pattern()
 
     def _judge(
         self, name: str, layer: int | None, expect: Callable[[], Tensor], reads: list[str], seen: Seen,
@@ -569,9 +596,11 @@ class StageWatch:
         limit = stage_limit(dtype if dtype.itemsize <= 4 or self.model.dtype == torch.float64 else torch.float32)
         error = row_error = math.nan
         is_fault, expected = inputs_finite and not output_finite, None
-        if inputs_finite:
+        if inputs_finite or (output_finite and name in HIDES_NAN):
             expected = expect()
-        if expected is not None and output_finite:
+        if not inputs_finite:
+            is_fault = expected is not None and bool(expected.isnan().any())  # a NaN was replaced
+        elif output_finite:
             if expected.shape != found.shape:
                 raise InputError(
                     f"stages: {full}: expected shape {tuple(expected.shape)}, found {tuple(found.shape)}; packed and "
@@ -583,8 +612,8 @@ class StageWatch:
             is_fault = not (error <= limit and row_error <= ROW_FACTOR * limit)
         place = place_of(found, expected) if is_fault else (None, math.nan, math.nan)
         self._rows.append(
-            (self._step, layer, full, OP_OF_TAP[name], error, row_error, limit, inputs_finite, output_finite, is_fault,
-             *place)
+            (self._step, layer, full, OP_OF_TAP[name], str(found.dtype).removeprefix("torch."), tuple(reads), error,
+             row_error, limit, inputs_finite, output_finite, is_fault, *place)
         )  # fmt: skip
 
     def _memory_after(self, stages: LayerStages) -> Memory:
@@ -612,8 +641,9 @@ class StageWatch:
                 is_fault = not same_shape or (was_finite and not now_finite) or error > limit
                 place = place_of(a, b.double()) if is_fault and same_shape else (None, math.nan, math.nan)
                 self._rows.append(
-                    (self._step, index, taps.full_name(index, name), CACHE_TAPS[name], error, row_error, limit,
-                     was_finite, now_finite, is_fault, *place)
+                    (self._step, index, taps.full_name(index, name), CACHE_TAPS[name],
+                     str(a.dtype).removeprefix("torch."), (), error, row_error, limit, was_finite, now_finite, is_fault,
+                     *place)
                 )  # fmt: skip
 
 
