@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from workbench.analysis.verdict import Verdict, Where
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, PolicyError, WorkbenchError
 from workbench.report import build, display, execute, export, parameters, provenance, recording, session
 
 SOURCE = """checkpoint = "data"  # where
@@ -526,6 +526,56 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_runs(project, r
     with pytest.raises(InputError, match=expected):
         build.build(request_, lambda line: pytest.fail("nothing may run"))
     assert not (project / "reports").exists()
+
+
+@pytest.fixture
+def modelled(project):
+    """The project with a notebook that names a checkpoint beside it, a policy, a dtype and numbers of tokens."""
+    (project / "notebooks" / "small").mkdir()
+    first = 'checkpoint = "small"\npolicy = "safe"\ndtype = "float32"\nmax_tokens = 8\nmax_new_tokens = 4\nprompt = "x"'
+    write = (
+        "from workbench.report import write_findings\n"
+        "found = dict(title='|'.join((checkpoint, policy)), verdict=['a', 'b', 'c'], numbers=[])\n"
+        "write_findings('01_one', found)"
+    )
+    cells = notebook(write, first=first)
+    nbformat.write(cells, project / "notebooks" / "01_one.ipynb")
+    return project
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "expected"),
+    [
+        ("policy=nosuch", PolicyError, "policy 'nosuch': neither a preset .* nor a file"),
+        ("policy=broken.json", PolicyError, "policy file .*broken.json: not JSON"),
+        ("policy=wrong.json", PolicyError, "policy field exponent: expected one of"),
+        ("dtype=bf16", InputError, "dtype: expected one of float64, .*, found 'bf16'"),
+        ("max_tokens=0", InputError, r"max_tokens: expected at least 1, found 0 \(notebook 01_one\)"),
+        ("max_new_tokens=-3", InputError, r"max_new_tokens: expected at least 1, found -3"),
+        ("checkpoint=elsewhere", InputError, "checkpoint 'elsewhere': expected a folder here or by the notebook"),
+    ],
+)
+def test_values_that_cannot_be_met_are_refused_before_a_kernel_starts(modelled, monkeypatch, setting, kind, expected):
+    monkeypatch.chdir(modelled)
+    (modelled / "broken.json").write_text("{")
+    (modelled / "wrong.json").write_text('{"exponent": "none"}')
+    with pytest.raises(kind, match=expected):
+        build.build(build.Request(notebook="01", settings=(setting,)), lambda line: pytest.fail("nothing may run"))
+    assert not (modelled / "reports").exists()
+
+
+@pytest.mark.parametrize("value", ["mine.json", "safe", "beside.json"])
+def test_paths_of_settings_begin_where_the_command_is_given(modelled, monkeypatch, value):
+    here = modelled / "here"
+    (here / "data").mkdir(parents=True)
+    (here / "mine.json").write_text("{}")
+    (here / "safe").write_text("{}")  # a preset's name is no path
+    (modelled / "notebooks" / "beside.json").write_text("{}")
+    monkeypatch.chdir(here)
+    request = build.Request(notebook="01", settings=(f"policy={value}", "checkpoint=data"), out=modelled / "out")
+    (report,) = build.build(request, lambda line: None)
+    policy = str(here / value) if value == "mine.json" else value
+    assert report.findings["title"] == f"{here / 'data'}|{policy}"
 
 
 def test_a_page_that_cannot_be_made_leaves_the_earlier_report_whole(project, monkeypatch):

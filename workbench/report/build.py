@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.errors import InputError, WorkbenchError
-from workbench.report.parameters import parameters_cell, parse_setting, read_parameters, replace_parameters
+from workbench.report.parameters import (
+    check_parameters,
+    from_here,
+    parameters_cell,
+    parse_setting,
+    read_parameters,
+    replace_parameters,
+)
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -64,6 +71,7 @@ def build(request: Request, say: Callable[[str], None]) -> list[Report]:
     changes = _changes(request, common, {path.stem: defaults for path, _, _, defaults in loaded})
     for path, _, cell, _ in loaded:
         cell.source = replace_parameters(cell.source, changes[path.stem], path.stem)
+        check_parameters(read_parameters(cell.source, path.stem), path.stem, path.parent)
     _prepare(request.out)
     reports = [
         _build_one(path, notebook, read_parameters(cell.source, path.stem), request, say)
@@ -135,7 +143,8 @@ def _changes(
             raise InputError(f"--set {key}: given by an option of its own as well; give one of them")
         for name, known in defaults.items():
             if key in known:
-                changes[name].update([parse_setting(setting, known, name)])
+                key, value = parse_setting(setting, known, name)
+                changes[name][key] = from_here(key, value)
     return changes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.errors import InputError
@@ -72,6 +73,46 @@ def parse_setting(text: str, defaults: Mapping[str, object], name: str) -> tuple
         parsed = value
     _check_type(key, parsed, defaults[key], name)
     return key, parsed
+
+
+#: Parameters that name a file or a folder.
+PATHS = ("checkpoint", "policy", "texts")
+
+
+def from_here(key: str, value: object) -> object:
+    """A path as given on a command line, made absolute where it exists there: the kernel works in another folder.
+
+    A preset's name is no path, and what is not found here is left to be found beside the notebook.
+    """
+    if key not in PATHS or not isinstance(value, str) or not value:
+        return value
+    from workbench.numerics import PRESETS
+
+    path = Path(value).expanduser()
+    return str(path.resolve()) if not (key == "policy" and value in PRESETS) and path.exists() else value
+
+
+def check_parameters(parameters: Mapping[str, object], name: str, folder: Path) -> None:
+    """Refuse, before a kernel starts, what cannot be met: a folder, dtype, policy or number that is none.
+
+    `folder` is the notebook's, where its relative paths begin. Raises InputError or PolicyError in the words that the
+    notebook itself would use, and names the notebook.
+    """
+    from workbench.loading import dtype_named
+    from workbench.numerics import PRESETS, resolve_policy
+
+    where = f"(notebook {name})"
+    checkpoint, policy = parameters.get("checkpoint"), parameters.get("policy")
+    if isinstance(checkpoint, str) and not (folder / checkpoint).is_dir():
+        raise InputError(f"checkpoint {checkpoint!r}: expected a folder here or by the notebook, found none {where}")
+    if isinstance(policy, str):
+        path = folder / policy
+        resolve_policy(policy if policy in PRESETS or not path.is_file() else path)
+    if "dtype" in parameters:
+        dtype_named(parameters["dtype"])
+    for key, least in (("max_tokens", 1), ("max_new_tokens", 1)):
+        if isinstance(parameters.get(key), int) and parameters[key] < least:
+            raise InputError(f"{key}: expected at least {least}, found {parameters[key]} {where}")
 
 
 def _check_type(key: str, value: object, default: object, name: str) -> None:
