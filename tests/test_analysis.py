@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pandas as pd
 import pytest
@@ -306,6 +307,15 @@ def test_a_policy_is_put_back_after_its_run_also_after_an_error(model, ids):
     assert model.kernels is before
 
 
+def test_a_policy_from_a_file_is_called_by_the_name_of_the_file(model, ids, safe, tmp_path):
+    (tmp_path / "mine.json").write_text('{"chunk": 32}')
+    name = str(tmp_path / "mine.json")
+    assert runs.run_prompt(model, ids, name).label == runs.continue_prompt(model, ids, name, 1).label == "mine.json"
+    errors = parity.delta_rule_errors(safe.trace.tensors, [name])
+    assert set(errors["policy"]) == {"mine.json"}
+    assert [runs.label_of(policy) for policy in ("safe", "a/safe")] == ["safe", "a/safe"]
+
+
 def test_as_input_refuses_empty_and_overlong_prompts(model):
     assert runs.as_input(model, [1, 2], 2).tolist() == [[1, 2]]
     with pytest.raises(InputError, match="at least one token"):
@@ -322,13 +332,13 @@ def test_generation_from_values_that_are_not_finite_is_an_error_in_the_continuat
     assert good.tokens == tuple(model.generate(ids, max_new_tokens=4).sequences[0])
 
 
-def _findings(model, ids, safe, unsafe, policies=("safe", "fp32_cumsum", "factored")):
+def _findings(model, ids, safe, unsafe, policies=("safe", "fp32_cumsum", "factored"), policy=None):
     return overflow.overflow_findings(
         gates=gates.gate_table(safe.trace.tensors),
         safe=safe,
         unsafe=unsafe,
         safe_text=runs.continue_prompt(model, ids, "safe", 3),
-        unsafe_text=runs.continue_prompt(model, ids, unsafe.label, 3),
+        unsafe_text=runs.continue_prompt(model, ids, policy or unsafe.label, 3),
         errors=parity.delta_rule_errors(safe.trace.tensors, policies),
     )
 
@@ -354,6 +364,59 @@ def test_findings_do_not_claim_an_overflow_that_did_not_happen(ids):
     assert "0 of 12 heads pass the float32 limit" in found["verdict"][0]
     assert "finite on this prompt" in found["verdict"][1]
     assert found["unsafe"]["fault"]["cause_id"] is None
+
+
+CLAMPED = {"exponent": "factored", "cumsum": "float32", "clamps": [
+    {"site": "cumsum", "phase": "prefill", "lo": -20, "hi": 20}]}  # fmt: skip
+HELD = CLAMPED | {"clamps": [{"site": "state", "lo": -1e9, "hi": 1e9}], "exponent": "mask_after"}
+GROUNDS = {
+    "safe": ("form", "since this form cannot overflow; error against the fp64 oracle"),
+    "mask_after": ("form", "since this form cannot overflow; error against the fp64 oracle"),
+    "clamp_cumsum_20": ("form", "this form cannot overflow; a clamp binds here, and the result is wrong: error"),
+    "bf16_cumsum": ("form", "this form cannot overflow; off for another reason, a sum held in bfloat16: error"),
+    "nan_to_num": ("nan_to_num", "but only because of nan_to_num: without it"),
+    "clamped.json": ("clamp", "but only because of a clamp: without it"),
+    "held.json": ("form", "since this form cannot overflow; error against the fp64 oracle"),
+}
+
+
+@pytest.mark.parametrize("policy", GROUNDS)
+def test_a_finite_run_is_given_its_own_reason_and_its_error(model, ids, safe, policy, tmp_path):
+    name = policy
+    if policy.endswith(".json"):
+        name = str(tmp_path / policy)
+        (tmp_path / policy).write_text(json.dumps({"clamped.json": CLAMPED, "held.json": HELD}[policy]))
+    found = _findings(model, ids, safe, runs.run_prompt(model, ids, name), ("safe", name), name)
+    key, clause = GROUNDS[policy]
+    line = found["verdict"][1]
+    assert found["unsafe"]["finite_because"][0] == key
+    start = "first bad op gated_delta_rule" if policy == "nan_to_num" else "finite on this prompt, "
+    assert line.startswith(f"Policy {policy}: {start}") and clause in line
+    wrong = float(re.search(r"error against the fp64 oracle (\S+),", line)[1]) if "fp64" in line else math.inf
+    assert (wrong > 1e-3) == (policy in ("clamp_cumsum_20", "bf16_cumsum", "nan_to_num", "clamped.json"))
+    assert ("wrong" in line or "off for another reason" in line) == (wrong > 1e-3)
+    assert "no chunk" not in line
+
+
+def test_a_run_below_its_own_limit_says_so_and_only_then(ids):
+    strong = CausalLM(ModelConfig.from_hf(mini())).init_weights(3, "realistic").eval()
+    with torch.no_grad():
+        for layer in strong.layers:
+            if layer.is_linear:
+                layer.mixer.A_log.fill_(3.5)
+    safe = runs.run_prompt(strong, ids, "safe", keep=parity.KEEP_DELTA_RULE_INPUTS)
+    span = gates.gate_table(safe.trace.tensors)["span_max"].max()
+    found = _findings(strong, ids, safe, runs.run_prompt(strong, ids, "midpoint"), ("safe", "midpoint"))
+    assert 88.8 < span < 177 and found["gates"]["heads_over_float32"] > 0, span
+    assert found["unsafe"]["finite_because"][0] == "below_limit"
+    assert "since no chunk reaches this form's own limit of 177.4 nats; the strongest" in found["verdict"][1]
+
+
+def test_one_token_is_read_by_the_recurrence_and_the_line_says_so(model, ids):
+    one = ids[:, :1]
+    safe = runs.run_prompt(model, one, "safe", keep=parity.KEEP_DELTA_RULE_INPUTS)
+    found = _findings(model, one, safe, runs.run_prompt(model, one, "factored"))
+    assert found["unsafe"]["finite_because"][0] == "one_token" and "a single token" in found["verdict"][1]
 
 
 def test_findings_of_a_model_that_is_bad_by_itself_say_so(model, ids):

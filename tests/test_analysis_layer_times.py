@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pandas as pd
 import pytest
 
 from workbench import bench, plots
@@ -57,6 +58,28 @@ def test_the_source_names_hardware_versions_and_command():
     assert layer_times.source(result()) == (
         "Measured on a processor (AVX512), 1 thread, torch 2.13.0, transformers 5.19.0, by `python a.py --rounds 7` at "
         "commit cccccccccc, with changes."
+    )
+
+
+def alone(kernels: dict[str, tuple[int, int]], wide_ms: float = 300.0) -> pd.DataFrame:
+    ms = {"two-phase": 100.0, "interleaved": 101.0, "two-phase, GPU's budget": wide_ms}
+    return pd.DataFrame(
+        [("structure", name, 2048, chunk, ms[name], count, 0)
+         for name, counts in kernels.items() for chunk, count in zip((32, 64), counts, strict=True)],
+        columns=["kind", "name", "tokens", "chunk", "ms", "kernels", "syncs"],
+    )  # fmt: skip
+
+
+def test_structures_that_launch_the_same_kernels_are_called_one_computation():
+    same = {"two-phase": (90, 60), "interleaved": (90, 60), "two-phase, GPU's budget": (9, 8)}
+    said = layer_times.structure_reading(alone(same))
+    assert "launch the same kernels at every chunk size" in said and "one chunk a block" in said
+    assert "launch 9 kernels at most in the place of up to 90, and are slower here: 3.00 to 3.00 times" in said
+    assert "are faster here" in layer_times.structure_reading(alone(same, wide_ms=50.0))
+    one = layer_times.structure_reading(alone({"two-phase": (90, 60), "interleaved": (90, 70)}))
+    assert "launch the same kernels at chunks of 32:" in one and "GPU" not in one
+    assert "different numbers of kernels" in layer_times.structure_reading(
+        alone({"two-phase": (9, 6), "interleaved": (90, 70)})
     )
 
 

@@ -13,7 +13,16 @@ from small_checkpoint import PROMPT, write_small_checkpoint
 import workbench
 from workbench import bench
 from workbench.analysis import parity, policies, runs
-from workbench.numerics import CATALOGUE, EXP_OVERFLOW
+from workbench.kernels.gated_delta_rule import spec
+from workbench.numerics import (
+    CATALOGUE,
+    CUMSUM_KINDS,
+    EXP_OVERFLOW,
+    EXPONENT_FORMS,
+    LARGEST,
+    Clamp,
+    NumericsPolicy,
+)
 from workbench.tokenizer import Tokenizer
 
 
@@ -27,16 +36,67 @@ def traced(request, tmp_path_factory):
     return request.param, model, tokenizer, safe.trace.tensors
 
 
-def test_the_predicate_is_right_for_every_chunk(traced):
+@pytest.mark.parametrize("policy", CATALOGUE)
+def test_the_predicate_is_right_for_every_chunk_under_every_preset(traced, policy):
     name, _, _, tensors = traced
-    for policy in ("factored", "factored_mask_after", "fp16_factored"):
-        table = policies.triggers(tensors, policy)
-        found = policies.trigger_reading(table)
-        assert found["chunks"] == len(table) > 0 and found["differ"] == 0, (policy, found)
-        if name == "class_default":
-            assert found["predicted"] > 0
-    assert policies.trigger_reading(policies.triggers(tensors, "safe"))["observed"] == 0
-    assert policies.overflow_limit("fp16_factored") == EXP_OVERFLOW["float16"] < policies.overflow_limit("factored")
+    found = policies.trigger_reading(policies.triggers(tensors, policy))
+    assert found["chunks"] > 0 and found["false_alarms"] == found["misses"] == 0, found
+    limit = CATALOGUE[policy].prediction.fails_above
+    assert policies.overflow_limit(policy) == (None if limit is None else pytest.approx(limit))
+    if name == "class_default" and limit in (EXP_OVERFLOW["float32"], EXP_OVERFLOW["float16"]):
+        assert found["predicted"] > 0
+
+
+@pytest.mark.parametrize("cumsum", CUMSUM_KINDS)
+@pytest.mark.parametrize("exponent", EXPONENT_FORMS)
+def test_the_limit_of_every_form_and_sum_is_where_it_fails(exponent, cumsum):
+    policy = NumericsPolicy(exponent=exponent, cumsum=cumsum)
+    limit = policies.overflow_limit(policy)
+    assert ("no limit" in policies.limit_note(policy)) == (limit in (None, LARGEST["float16"]))
+    for share in (0.97, 1.03):
+        rates = torch.full((1, 64, 4), -share * (limit or 6000.0) / 63)
+        rates[:, 0] = 0.0
+        table = policies.triggers(kept(rates), policy)
+        expected = limit is not None and share > 1
+        assert set(table["observed"]) == set(table["predicted"]) == {expected}, (limit, share)
+
+
+def kept(gates: torch.Tensor, layer: int = 1) -> dict[str, torch.Tensor]:
+    inputs = spec.example(tokens=gates.shape[1], log_decay=gates, seed=4)
+    return {f"layers.{layer:02d}.gdn.{name}": x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("policy", ["midpoint", "multiply_mask"])
+def test_a_strong_first_gate_is_no_alarm_for_forms_that_take_no_exp_of_it(policy):
+    gates = torch.full((1, 64, 4), -1.0)
+    gates[:, 0] = -500.0
+    table = policies.triggers(kept(gates), policy)
+    assert not table["observed"].any() and not table["predicted"].any() and table["span"].max() == pytest.approx(63)
+    assert policies.triggers(kept(gates), "factored")["observed"].all()
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 1), (64, 1), (70, 2)])
+def test_the_last_chunk_counts_as_the_model_fills_it_up(tokens, chunks):
+    table = policies.triggers(kept(torch.full((1, tokens, 4), -90.0)), "factored")
+    assert len(table) == 4 * chunks and table["predicted"].all() and table["observed"].all()
+
+
+def test_clamps_are_part_of_the_prediction():
+    free = NumericsPolicy(exponent="factored", cumsum="float32")
+    tensors = kept(torch.full((1, 64, 4), -3.0))
+    for clamp, span in ((Clamp(site="cumsum", phase="prefill", lo=-20, hi=20), 20.0),
+                        (Clamp(site="raw_gate", phase="prefill", lo=-1, hi=1), 64.0)):  # fmt: skip
+        table = policies.triggers(tensors, dataclasses.replace(free, clamps=(clamp,)))
+        assert set(table["span"]) == {span} and not table["predicted"].any() and not table["observed"].any()
+    assert policies.triggers(tensors, free)["observed"].all()
+
+
+def test_a_double_precision_model_has_the_limit_of_its_own_format():
+    assert policies.overflow_limit("factored", "float64") == EXP_OVERFLOW["float64"]
+    assert policies.overflow_limit("fp16_factored", "float64") == EXP_OVERFLOW["float16"]
+    tensors = {name: x.double() for name, x in kept(torch.full((1, 64, 4), -3.0)).items()}
+    table = policies.triggers(tensors, "factored")
+    assert not table["observed"].any() and not table["predicted"].any()
 
 
 def test_a_chunk_inherits_no_fault_from_the_one_before():

@@ -211,11 +211,26 @@ def test_a_training_curve_states_where_it_ends_and_leaves_out_what_was_not_follo
     assert "dialogues" not in texts(text_only) and "held-out text" in texts(text_only)
 
 
-def test_the_trigger_plot_counts_where_the_predicate_is_wrong():
-    right = plots.triggers(trigger_table(), "factored", 88.7).caption
-    wrong = plots.triggers(trigger_table((True, True, True)), "factored", 88.7).caption
-    assert "2 of 3 chunks are not finite" in right and "predicts it for all of them" in right
-    assert "3 of 3 chunks" in wrong and "predicts it for all but 1 of them" in wrong
+def test_the_trigger_plot_counts_false_alarms_and_misses():
+    def caption(table: pd.DataFrame, limit: float | None = 88.7) -> str:
+        return plots.triggers(table, "factored", limit, "A note.").caption
+
+    assert caption(trigger_table()) == (
+        "Under factored 2 of 3 chunks are not finite. 2 decay by more than 88.7 nats, which predicts it. "
+        "No false alarm and no miss. A note."
+    )
+    assert "False alarms, finite beyond the limit: 0; misses, not finite without it: 1." in caption(
+        trigger_table((True, True, True))
+    )
+    assert "False alarms, finite beyond the limit: 2; misses, not finite without it: 0." in caption(
+        trigger_table((False, False, False))
+    )
+    free = trigger_table((False, False, False)).assign(predicted=False)
+    plate = plots.triggers(free, "safe", None)
+    assert plate.caption == "Under safe 0 of 3 chunks are not finite. No false alarm and no miss."
+    assert "this form has no limit" in texts(plate) and "this form overflows: 177.4" in texts(
+        plots.triggers(free, "midpoint", 177.4)
+    )
 
 
 def test_the_drift_is_stated_at_the_end():

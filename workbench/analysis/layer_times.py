@@ -67,9 +67,38 @@ def source(recorded: Mapping[str, object]) -> str:
     )
 
 
+def structure_reading(alone: pd.DataFrame) -> str:
+    """What the structures differ in, read from the kernels that each launches over the longest input timed."""
+    rows = alone[alone["kind"] == "structure"]
+    rows = rows[rows["tokens"] == rows["tokens"].max()]
+    kernels, ms = (rows.pivot(index="chunk", columns="name", values=value) for value in ("kernels", "ms"))
+    if not {"two-phase", "interleaved"} <= set(kernels):
+        return ""
+    same = kernels.index[kernels["two-phase"] == kernels["interleaved"]]
+    if not len(same):
+        return "Two-phase and interleaved launch different numbers of kernels at every chunk size."
+    chunks = "every chunk size" if len(same) == len(kernels) else f"chunks of {', '.join(map(str, same))}"
+    said = (
+        f"Two-phase and interleaved launch the same kernels at {chunks}: the byte budget of this device is one chunk a "
+        "block there, so both are one computation, and a difference in time is noise."
+    )
+    wide = "two-phase, GPU's budget"
+    if wide not in kernels:
+        return said
+    ratio = (ms[wide] / ms["two-phase"]).loc[same]
+    most, before = kernels[wide].loc[same].max(), kernels["two-phase"].loc[same].max()
+    verdict = "slower" if ratio.min() > 1 else "faster" if ratio.max() < 1 else "no faster throughout"
+    return (
+        f"{said} Two phases over many chunks at once, as with a GPU's budget, launch {most} kernels at "
+        f"most in the place of up to {before}, and are {verdict} here: {ratio.min():.2f} to {ratio.max():.2f} times the "
+        "time."
+    )
+
+
 def figures(recorded: Mapping[str, object]) -> tuple[pd.DataFrame, pd.DataFrame, str]:
-    """`against_transformers`, `structures` and `source`, as `plots.layer_times` takes them."""
-    return against_transformers(recorded), structures(recorded), source(recorded)
+    """`against_transformers`, `structures`, and `structure_reading` with `source`, for `plots.layer_times`."""
+    alone = structures(recorded)
+    return against_transformers(recorded), alone, " ".join(filter(None, (structure_reading(alone), source(recorded))))
 
 
 def _cases(recorded: Mapping[str, object], form: re.Pattern) -> list[tuple[dict[str, str], pd.DataFrame]]:

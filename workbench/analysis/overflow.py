@@ -3,19 +3,21 @@ one does."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from workbench import taps
-from workbench.analysis import nans, parity
+from workbench.analysis import nans, parity, policies
 from workbench.analysis.runs import Continuation, Run, run_prompt
 from workbench.analysis.verdict import Where
+from workbench.kernels.agreement import logit_difference
 from workbench.model import CausalLM
-from workbench.numerics import EXP_OVERFLOW
+from workbench.numerics import EXP_OVERFLOW, NumericsPolicy
 
 
 def overflow_findings(
@@ -30,9 +32,9 @@ def overflow_findings(
     """The findings as plain JSON values: a verdict of three lines, four numbers, and what they were taken
     from.
 
-    gates  `gates.gate_table` of the safe run;  errors  `parity.delta_rule_errors` on the inputs of the safe
-    run. `fault_found` says whether the safe run itself is not finite: then the model or its input is at
-    fault, not a form.
+    gates  `gates.gate_table` of the safe run, which kept its KEEP_DELTA_RULE_INPUTS;  errors
+    `parity.delta_rule_errors` on these. `fault_found` says whether the safe run itself is not finite: then the model
+    or its input is at fault, not a form. `finite_because` of an unsafe run with finite logits: see `finite_because`.
     """
     strongest = gates.loc[gates["span_max"].idxmax()]
     reach = {
@@ -50,11 +52,13 @@ def overflow_findings(
         "safe": _run_findings(safe, safe_text),
         "unsafe": _run_findings(unsafe, unsafe_text),
     }
+    is_finite = runs["unsafe"]["logits_bad_share"] == 0.0
+    runs["unsafe"]["finite_because"] = finite_because(unsafe.policy, safe.trace.tensors) if is_finite else None
     return {
         "title": "Gate overflow",
         "verdict": [
             _gate_line(reach),
-            _unsafe_line(unsafe, runs["unsafe"]),
+            _unsafe_line(unsafe, runs["unsafe"], safe, worst),
             _safe_line(safe, runs["safe"], worst),
         ],
         "numbers": _four_numbers(reach, unsafe, runs["unsafe"], safe, worst),
@@ -164,19 +168,79 @@ def _gate_line(reach: dict) -> str:
     )
 
 
-def _unsafe_line(run: Run, found: dict) -> str:
-    where = found["fault"]["where"]
+def finite_because(policy: NumericsPolicy, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Why a run under `policy` is finite, as (key, clause); `tensors` are the inputs that the safe run kept.
+
+    Keys: `one_token` (the recurrence read it, no form took part), `nan_to_num` and `clamp` (not finite without it),
+    `form` (it cannot overflow), `below_limit` (no chunk reaches the limit of this form), `not_predicted` (some do).
+    """
+    if next(iter(parity.kept_inputs(tensors).values()))["q"].shape[1] == 1:
+        return "one_token", "since the recurrence reads a single token, and no form of exponent takes part"
+    for key, part, without in (
+        ("nan_to_num", "nan_to_num", {"nan_to_num": False}),
+        ("clamp", "a clamp", {"clamps": ()}),
+    ):
+        free = dataclasses.replace(policy, **without)
+        found = policies.trigger_reading(policies.triggers(tensors, free)) if free != policy else {"observed": 0}
+        if found["observed"]:
+            share = f"{found['observed']} of {found['chunks']} chunks"
+            return key, f"but only because of {part}: without it {share} are not finite"
+    policy = dataclasses.replace(policy, nan_to_num=False)
+    chunks, limit = policies.triggers(tensors, policy), policies.overflow_limit(policy)
+    if limit is None:
+        return "form", "since this form cannot overflow"
+    if not chunks["predicted"].any():
+        after = "" if policy.exponent not in policies.DIFFERENCE_FORMS else " after its first token"
+        decay = f"the strongest of this prompt decays by {chunks['span'].max():.4g}{after}"
+        return "below_limit", f"since no chunk reaches this form's own limit of {limit:.1f} nats; {decay}"
+    passed = int(chunks["predicted"].sum())
+    return "not_predicted", f"although {passed} chunks pass this form's limit of {limit:.1f} nats"
+
+
+#: A result is called off where its error exceeds that of the safe policy this many times, and this much.
+OFF_TIMES, OFF_LEAST = 10.0, 1e-5
+
+
+def _how_exact(policy: NumericsPolicy, tensors: Mapping[str, Tensor], error: float, safe: float, logits: float) -> str:
+    """How far a finite result is off, and why, as a clause. `logits` is their difference from the safe ones."""
+    figures = (
+        f"error against the fp64 oracle {error:.2g}, logits off by {logits:.2g} of the largest"
+        if math.isfinite(error)
+        else f"its delta rule is not finite on the inputs of the safe run, logits off by {logits:.2g} of the largest"
+    )
+    is_off = not error <= max(OFF_TIMES * safe, OFF_LEAST)
+    if policies.binds(policy, tensors):
+        return f"a clamp binds here, and the result is wrong: {figures}" if is_off else f"a clamp binds here: {figures}"
+    if any(clamp.site == "A_log" for clamp in policy.clamps) and logits > max(OFF_TIMES * safe, OFF_LEAST):
+        return f"a clamp of A_log, before the rule, can be what is wrong: {figures}"
+    if not is_off:
+        return figures
+    if policy.nan_to_num:
+        return f"what it wrote is wrong: {figures}"
+    causes = {"bfloat16": "a sum held in bfloat16", "float16": "a sum held in float16",
+              "float32": "differences of a float32 sum, which cancel"}  # fmt: skip
+    why = "a series for the inverse" if policy.solver == "doubling" else causes.get(policy.cumsum, "rounding")
+    return f"off for another reason, {why}: {figures}"
+
+
+def _unsafe_line(run: Run, found: dict, safe: Run, worst: pd.DataFrame) -> str:
+    where, reason = found["fault"]["where"], ""
+    if found["finite_because"] is not None:
+        errors = worst.set_index("policy")[["error_out", "error_state"]].max(axis=1, skipna=False)
+        exact = _how_exact(
+            run.policy, safe.trace.tensors, errors.get(run.label, math.nan), errors.get(safe.label, math.nan),
+            logit_difference(run.logits, safe.logits),
+        )  # fmt: skip
+        reason = f"{found['finite_because'][1]}; {exact}"
     if found["fault"]["cause_id"] is None:
-        return f"Policy {run.label}: finite on this prompt, since no chunk it met reaches the limit."
+        return f"Policy {run.label}: finite on this prompt, {reason}."
     place = ", ".join(f"{name} {where[name]}" for name in ("token", "head") if where[name] is not None)
     written = len(found["tokens_written"])
     answer = "generation is refused" if found["error"] else f"{written} tokens were written all the same"
+    bad = f"{found['layers_bad']} of {found['layers']} layers and {100 * found['logits_bad_share']:.3g} % of the logits"
     return (
-        f"Policy {run.label}: first bad op {where['op']} at {where['tap']}"
-        + (f" ({place})" if place else "")
-        + "; "
-        f"{found['layers_bad']} of {found['layers']} layers and {100 * found['logits_bad_share']:.3g} % of "
-        f"the logits are not finite; {answer}."
+        f"Policy {run.label}: first bad op {where['op']} at {where['tap']}{f' ({place})' if place else ''}; {bad} are "
+        f"not finite; {answer}" + (f"; the logits are finite, {reason}." if reason else ".")
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench import taps
+from workbench.analysis.runs import label_of
 from workbench.errors import InputError
 from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import relative_error, worst_row
@@ -79,7 +80,7 @@ def delta_rule_errors(
             rows.append(
                 {
                     "layer": layer,
-                    "policy": policy,
+                    "policy": label_of(policy),
                     "error_out": _or_missing(relative_error(out, exact_out)),
                     "error_state": _or_missing(relative_error(state, exact_state)),
                     "worst_row": _or_missing(worst),

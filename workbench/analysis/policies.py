@@ -18,8 +18,9 @@ from workbench.analysis.runs import using_policy
 from workbench.dialogue import fixed_dialogues, fixed_recalls
 from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import logit_difference
+from workbench.kernels.gated_delta_rule.spec import limited
 from workbench.model import CausalLM
-from workbench.numerics import CATALOGUE, EXP_OVERFLOW, NumericsPolicy, resolve_policy
+from workbench.numerics import CATALOGUE, EXP_OVERFLOW, LARGEST, NumericsPolicy, resolve_policy
 from workbench.provenance import checkpoint_hash
 from workbench.tokenizer import Tokenizer
 
@@ -74,7 +75,7 @@ def verdicts(
         with using_policy(model, policy):
             perplexity = quality.perplexity(model, text).perplexity
         rows.append((
-            name, _binds(policy, tensors), errors.loc[name, "error_out"], errors.loc[name, "bad_out"],
+            name, binds(policy, tensors), errors.loc[name, "error_out"], errors.loc[name, "bad_out"],
             perplexity if math.isfinite(perplexity) else math.nan, CATALOGUE[name].origin,
         ))  # fmt: skip
         if progress is not None:
@@ -191,7 +192,11 @@ def verdict_table(
     return table, caption, headings
 
 
-def _binds(policy: NumericsPolicy, tensors: Mapping[str, Tensor]) -> bool | None:
+def binds(policy: NumericsPolicy, tensors: Mapping[str, Tensor]) -> bool | None:
+    """Whether the clamps of `policy` change the output of any layer on these inputs; None without clamps.
+
+    Clamps of A_log and of the decode gate act elsewhere and are not seen.
+    """
     if not policy.clamps:
         return None
     free = dataclasses.replace(policy, clamps=())
@@ -202,42 +207,104 @@ def _binds(policy: NumericsPolicy, tensors: Mapping[str, Tensor]) -> bool | None
     return False
 
 
-def overflow_limit(policy: str) -> float:
-    """Nats that exp can undo in the format of the policy's sum: 88.72 in float32 and bfloat16, 11.09 in float16."""
-    return EXP_OVERFLOW["float16" if resolve_policy(policy).cumsum == "float16" else "float32"]
+#: Exponent form -> what it takes exp of, as a number of the limits of exp that a chunk may decay by.
+FORM_LIMITS = {"factored": 1.0, "factored_mask_after": 1.0, "midpoint": 2.0, "multiply_mask": 1.0}
 
 
-def triggers(tensors: Mapping[str, Tensor], policy: str = "factored") -> pd.DataFrame:
+#: Forms that take exp of differences of G alone, so that the first token of a chunk does not count.
+DIFFERENCE_FORMS = ("midpoint", "multiply_mask")
+
+
+def overflow_limit(policy: NumericsPolicy | str, dtype: str = "float32") -> float | None:
+    """Nats of decay in a chunk beyond which the form of `policy` is not finite; None for a form that cannot overflow.
+
+    88.72 where one factor is exp of the whole decay in float32 (or bfloat16), 177.4 around the midpoint, 11.09 and
+    22.18 in float16. No limit: differences that are masked before exp or replaced after it, every window summed by
+    itself and then masked, and any form whose NaN are replaced. A sum held in float16 is itself infinite beyond 65504.
+    `dtype` of the inputs counts only if it is float64: then so is the arithmetic.
+    """
+    chosen = resolve_policy(policy)
+    if chosen.nan_to_num:
+        return None
+    factor = FORM_LIMITS.get(chosen.exponent)
+    if factor is None or (chosen.exponent == "multiply_mask" and chosen.cumsum == "segsum"):
+        return LARGEST["float16"] if chosen.cumsum == "float16" else None
+    narrow = chosen.cumsum if chosen.cumsum in ("float16", "bfloat16") else None
+    return factor * EXP_OVERFLOW[narrow or ("float64" if dtype == "float64" else "float32")]
+
+
+def limit_note(policy: NumericsPolicy | str) -> str:
+    """Why the form of `policy` has its limit, or none, as a sentence."""
+    chosen = resolve_policy(policy)
+    if chosen.nan_to_num:
+        under = overflow_limit(dataclasses.replace(chosen, nan_to_num=False))
+        form = "cannot overflow" if under is None else f"overflows beyond {under:.1f} nats"
+        return f"nan_to_num writes numbers over what is not finite, so that none shows; the form under it {form}."
+    limit = overflow_limit(chosen)
+    if limit is None:
+        how = {
+            "difference_then_mask": "differences are masked before exp, which is never above 1",
+            "mask_after": "what overflows above the diagonal is set to zero, in a forward pass",
+        }.get(chosen.exponent, "every window is summed by itself, none above the diagonal")
+        return f"This form has no limit: {how}."
+    if limit == LARGEST["float16"]:
+        return f"This form has no limit of exp, but its sum is held in float16, which ends at {limit:.0f}."
+    of = {
+        "midpoint": "half of the decay of a chunk after its first token",
+        "multiply_mask": "all of the decay of a chunk after its first token",
+    }.get(chosen.exponent, "all of the decay of a chunk")
+    return f"The limit is this form's own: it takes exp of {of}."
+
+
+def chunk_spans(log_decay: Tensor, policy: NumericsPolicy) -> Tensor:
+    """Nats that the form of `policy` takes exp of, [N, V], for the gates [N, C, V] of N chunks; float64.
+
+    The largest |G| of the chunk, after the clamps of gate and sum; for the forms of differences and the one around the
+    midpoint, which take no exp of G itself but of its course inside the chunk, the largest G less the smallest.
+    """
+    total = limited(log_decay.double(), policy.clamp("raw_gate", "prefill")).cumsum(1)
+    total = limited(total, policy.clamp("cumsum", "prefill"))
+    if policy.exponent in DIFFERENCE_FORMS:
+        return total.amax(1) - total.amin(1)
+    return total.abs().amax(1)
+
+
+def triggers(tensors: Mapping[str, Tensor], policy: NumericsPolicy | str = "factored") -> pd.DataFrame:
     """Whether a chunk of a head is not finite under `policy`, beside the decay that predicts it.
 
-    The predicate: |G| of the chunk, the sum of |g| over it, above `overflow_limit`. Each chunk is computed by itself,
-    from a zero state, so that none inherits another's fault. One row for each layer, head and chunk: layer, head,
-    chunk, span (nats), predicted, observed.
+    The predicate: `chunk_spans` above `overflow_limit`, never for a form without a limit. Each chunk is computed by
+    itself, from a zero state, so that none inherits another's fault; the last one is filled up as the model does it.
+    One row for each layer, head and chunk: layer, head, chunk, span (nats), predicted, observed.
     """
-    limit = overflow_limit(policy)
     chosen = resolve_policy(policy)
     rows = []
     for layer, inputs in parity.kept_inputs(tensors).items():
-        tokens = inputs["q"].shape[1] // chosen.chunk * chosen.chunk
-        if not tokens:
-            continue
-        chunks = {  # a chunk as a sequence of its own
-            name: x[:1, :tokens].unflatten(1, (-1, chosen.chunk)).squeeze(0) for name, x in inputs.items()
-        }
+        limit = overflow_limit(chosen, str(inputs["q"].dtype).removeprefix("torch."))
+        tokens = inputs["q"].shape[1]
+        missing = -tokens % chosen.chunk
+        chunks = {}  # a chunk as a sequence of its own
+        for name, x in inputs.items():
+            filled = torch.cat([x[0], x.new_zeros(missing, *x.shape[2:])])
+            chunks[name] = filled.unflatten(0, (-1, chosen.chunk))
         out, _ = gated_delta_rule(**chunks, policy=chosen, backend="torch_chunk")
-        observed = (~torch.isfinite(out)).any(-1).any(1)  # [chunks, V]
-        spans = chunks["log_decay"].double().sum(1).abs()
+        bad = (~torch.isfinite(out)).any(-1)  # [chunks, C, V]
+        bad.flatten(0, 1)[tokens:] = False
+        observed = bad.any(1)
+        spans = chunk_spans(chunks["log_decay"], chosen)
         for chunk, head in np.ndindex(*observed.shape):
             span = float(spans[chunk, head])
-            rows.append((layer, head, chunk, span, span > limit, bool(observed[chunk, head])))
+            predicted = limit is not None and span > limit
+            rows.append((layer, head, chunk, span, predicted, bool(observed[chunk, head])))
     return pd.DataFrame(rows, columns=["layer", "head", "chunk", "span", "predicted", "observed"])
 
 
 def trigger_reading(table: pd.DataFrame) -> dict[str, int]:
-    """How often the predicate was right: chunks, predicted, observed, and those in which the two differ."""
+    """How often the predicate was right: chunks, predicted, observed, false alarms (finite all the same) and misses."""
+    predicted, observed = table["predicted"], table["observed"]
     return {
         "chunks": len(table),
-        "predicted": int(table["predicted"].sum()),
-        "observed": int(table["observed"].sum()),
-        "differ": int((table["predicted"] != table["observed"]).sum()),
+        "predicted": int(predicted.sum()),
+        "observed": int(observed.sum()),
+        "false_alarms": int((predicted & ~observed).sum()),
+        "misses": int((observed & ~predicted).sum()),
     }

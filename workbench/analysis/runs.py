@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from workbench.errors import InputError, NonFiniteError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
-from workbench.numerics import NumericsPolicy, resolve_policy
+from workbench.numerics import PRESETS, NumericsPolicy, resolve_policy
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import Trace, trace
 
@@ -36,6 +37,11 @@ class Continuation:
     label: str
     tokens: tuple[int, ...]
     error: str | None
+
+
+def label_of(policy: str) -> str:
+    """How figures and tables call a policy: by its name, one from a file by that of the file."""
+    return policy if policy in PRESETS or Path(policy).name in PRESETS else Path(policy).name
 
 
 @contextmanager
@@ -75,13 +81,16 @@ def run_prompt(
         logits = model(input_ids, use_cache=False).logits
         attestation = model.kernels.attestation()
         used = model.kernels.policy
-    return Run(policy, used, seen, logits, attestation)
+    return Run(label_of(policy), used, seen, logits, attestation)
 
 
-def continue_prompt(model: CausalLM, input_ids: Tensor, policy: str, max_new_tokens: int) -> Continuation:
+def continue_prompt(
+    model: CausalLM, input_ids: Tensor, policy: NumericsPolicy | str, max_new_tokens: int
+) -> Continuation:
     """Greedy continuation of `input_ids` [1, T] under the named policy; a refusal to draw a token becomes
     `error`."""
     written: list[int] = []
+    label = label_of(policy) if isinstance(policy, str) else "as given"
     with using_policy(model, policy):
         try:
             model.generate(
@@ -89,8 +98,8 @@ def continue_prompt(model: CausalLM, input_ids: Tensor, policy: str, max_new_tok
                 stream=lambda row: written.append(row[0]),
             )  # fmt: skip
         except NonFiniteError as error:
-            return Continuation(policy, tuple(written), str(error))
-    return Continuation(policy, tuple(written), None)
+            return Continuation(label, tuple(written), str(error))
+    return Continuation(label, tuple(written), None)
 
 
 def readable(continuation: Continuation, tokenizer: Tokenizer) -> tuple[str, str]:

@@ -337,8 +337,11 @@ def policy_errors(errors: pd.DataFrame, limit: float = 3e-6) -> Plate:
     return finished(figure, caption, f"Errors of {len(policies)} policies in {len(layers)} layers")
 
 
-def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
-    """Decay of every chunk and head in falling order against the limit of exp, from `analysis.policies.triggers`."""
+def triggers(table: pd.DataFrame, policy: str, limit: float | None, note: str = "") -> Plate:
+    """Decay of every chunk and head in falling order against the limit of the form, from `analysis.policies.triggers`.
+
+    `limit` is `analysis.policies.overflow_limit` of the policy, None for a form without one, `note` why.
+    """
     ordered = table.sort_values("span", ascending=False).reset_index(drop=True)
     with matplotlib.rc_context(STYLE):
         figure, axes = new_figure(2.8)
@@ -349,22 +352,32 @@ def triggers(table: pd.DataFrame, policy: str, limit: float) -> Plate:
                 rows.index + 1, rows["span"], linestyle="", marker=marker, color=color, markersize=5,
                 label=f"{label} ({len(rows)})",
             )  # fmt: skip
-        axes.axhline(limit, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        if limit is not None:
+            axes.axhline(limit, color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
         axes.annotate(
-            f"exp overflows: {limit:.1f}", (1.0, limit), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-            textcoords="offset points", ha="right", va="bottom", fontsize=8,
+            "this form has no limit" if limit is None else f"this form overflows: {limit:.1f}",
+            (1.0, 1.0 if limit is None else limit), xytext=(-4, -3 if limit is None else 3),
+            xycoords=("axes fraction", "axes fraction" if limit is None else "data"),
+            textcoords="offset points", ha="right", va="top" if limit is None else "bottom", fontsize=8,
         )  # fmt: skip
-        axes.set_ylim(bottom=0.0)
+        axes.set_ylim(bottom=0.0, top=4.0 * max(ordered["span"].max(), limit or 0.0, 1.0))
         axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.set_xlabel("chunks of all layers and heads, strongest decay first")
-        axes.set_ylabel("|G| of the chunk, nats")
+        axes.set_ylabel("decay in the chunk, nats")
         axes.legend(loc="lower left", title=f"output under {policy}")
-    wrong = int((table["predicted"] != table["observed"]).sum())
-    caption = (
-        f"Under {policy} {int(table['observed'].sum())} of {len(table)} chunks are not finite. That a chunk decays by "
-        f"more than {limit:.1f} nats predicts it for {'all' if not wrong else f'all but {wrong}'} of them."
+    alarms = int((table["predicted"] & ~table["observed"]).sum())
+    misses = int((table["observed"] & ~table["predicted"]).sum())
+    said = [f"Under {policy} {int(table['observed'].sum())} of {len(table)} chunks are not finite."]
+    if limit is not None:
+        said.append(f"{int(table['predicted'].sum())} decay by more than {limit:.1f} nats, which predicts it.")
+    said.append(
+        "No false alarm and no miss."
+        if not alarms + misses
+        else f"False alarms, finite beyond the limit: {alarms}; misses, not finite without it: {misses}."
     )
-    return finished(figure, caption, f"Decay of {len(table)} chunks and whether each is finite")
+    return finished(
+        figure, " ".join([*said, *filter(None, [note])]), f"Decay of {len(table)} chunks and whether each is finite"
+    )
 
 
 #: Bounds of the error axis of `numerics_probe`: the same for every setting, so that settings can be compared.
@@ -530,7 +543,8 @@ def _milliseconds(value: float) -> str:
 def layer_times(layer: pd.DataFrame, alone: pd.DataFrame, source: str) -> Plate:
     """A layer beside transformers', structures and solvers by chunk size: from `analysis.layer_times`.
 
-    `layer` is `against_transformers`, `alone` is `structures`, `source` the sentence on what it was measured with.
+    `layer` is `against_transformers`, `alone` is `structures`, `source` sentences on the structures and on what they
+    were measured with.
     """
     settings = list(dict.fromkeys(layer["setting"]))
     by_structure, by_solver = alone[alone["kind"] == "structure"], alone[alone["kind"] == "solver"]
@@ -572,9 +586,12 @@ def layer_times(layer: pd.DataFrame, alone: pd.DataFrame, source: str) -> Plate:
         for name in settings
     )
     best = by_structure.loc[by_structure["ms"].idxmin()]
+    twins = by_structure[(by_structure["chunk"] == best["chunk"]) & (by_structure["kernels"] == best["kernels"])]
+    takes = "takes" if len(twins) == 1 else "take"
     caption = (
         f"One layer of the 35B shape, times as fast as transformers' as a whole: {ratios}. Of the structures "
-        f"{best['name']} with chunks of {best['chunk']} takes the least time here ({best['ms']:.0f} ms). {source}"
+        f"{' and '.join(twins['name'])} with chunks of {best['chunk']} {takes} the least time here "
+        f"({best['ms']:.0f} ms). {source}"
     )
     return finished(figure, caption, "Times of a GatedDeltaNet layer")
 
