@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from workbench import taps
-from workbench.errors import InputError
-from workbench.kernels import gated_delta_rule
+from workbench.errors import BackendError, InputError
+from workbench.kernels import Kernels, gated_delta_rule
 from workbench.kernels.agreement import relative_error
 from workbench.kernels.gated_delta_rule import reference, spec, torch_chunk
 from workbench.kernels.registry import OPERATIONS, Call
@@ -424,15 +424,27 @@ def with_reset(gate: float) -> tuple[dict, Result]:
 
 
 def test_a_gate_of_minus_infinity_resets_the_recurrence_and_is_nan_in_chunks():
-    """exp(-inf) is 0. In chunks -inf - (-inf) is NaN from their start on; a segment sum has no such term."""
+    """exp(-inf) is 0. In chunks -inf - (-inf) is NaN from their start on; a segment sum has no such term.
+
+    The public op refuses it, and what the refusal says to pass gives what was meant; models call without that check.
+    """
     inputs, expected = with_reset(-math.inf)
+
+    def called_by_a_model(inputs, backend="torch_chunk", policy=None):
+        return Kernels({spec.OP: backend}, policy).gated_delta_rule(**inputs)
+
     first, second = part_of(inputs, 0, 77), part_of(inputs, 77, 128)
     second["log_decay"] = torch.full_like(second["log_decay"], -0.1)
     before, after = run(first), run(second)  # what follows the reset knows nothing of what went before it
     assert_same((torch.cat([before[0], after[0]], dim=1), after[1]), expected)
-    assert_same(run(inputs, "torch_recurrent"), expected)
-    assert_same(run(inputs, policy="segsum"), expected)
-    assert bad_rows(run(inputs, policy="safe")[0]) == list(range(64, 128))
+    assert_same(called_by_a_model(inputs, "torch_recurrent"), expected)
+    assert_same(called_by_a_model(inputs, policy="segsum"), expected)
+    assert bad_rows(called_by_a_model(inputs)[0]) == list(range(64, 128))
+    for backend in BACKENDS:
+        with pytest.raises(InputError, match=r"found -inf at batch row 0, token 77, head 0, 4 of 512; .* such as -1e4"):
+            run(inputs, backend)
+        said = inputs | {"log_decay": inputs["log_decay"].clamp(min=-1e4)}
+        assert_same(run(said, backend), expected)
 
 
 def test_how_strong_a_reset_may_be():
@@ -658,6 +670,29 @@ REFUSED = {
         "expected one axis of integers",
         "torch.float32",
     ),
+    "eight bits": (
+        changed(k=torch.ones(1, 8, 2, 16).to(torch.float8_e4m3fn)),
+        "floating point numbers, dense and of float64, float32, bfloat16, float16, found k torch.float8_e4m3fn",
+    ),
+    "eight bits everywhere": (
+        {name: x.to(torch.float8_e5m2) for name, x in changed().items()},
+        "found q torch.float8_e5m2",
+    ),
+    "complex": (changed(v=torch.ones(1, 8, 4, 24, dtype=torch.complex64)), "found v torch.complex64"),
+    "sparse": (changed(beta=torch.zeros(1, 8, 4).to_sparse()), "found beta torch.float32 torch.sparse_coo"),
+    "an array for queries": (changed(q=np.ones((1, 8, 2, 16))), "q: expected a tensor, found ndarray"),
+    "arrays": ({name: x.numpy() for name, x in changed().items()}, "expected a tensor, found ndarray"),
+    "a number for beta": (changed(beta=0.5), "beta: expected a tensor, found float"),
+    "no gate": (changed(log_decay=None), "log_decay: expected a tensor, found NoneType"),
+    "a list for a state": (changed(initial_state=[0.0]), "initial_state: expected a tensor, found list"),
+    "no key channel": (
+        changed(q=torch.ones(1, 8, 2, 0), k=torch.ones(1, 8, 2, 0)), "expected at least one key channel, found 0",
+    ),
+    "no value channel": (changed(v=torch.ones(1, 8, 4, 0)), "expected at least one value channel, found 0"),
+    "a list for boundaries": (changed(cu_seqlens=[0, 8]), "cu_seqlens: expected a tensor of integers, found list"),
+    "an array for boundaries": (changed(cu_seqlens=np.array([0, 8])), "cu_seqlens: expected a tensor", "ndarray"),
+    "truth for boundaries": (changed(cu_seqlens=torch.tensor([False, True])), "expected one axis of integers"),
+    "boundaries without data": (changed(cu_seqlens=torch.ones(2, device="meta").long()), "integers with data", "meta"),
     "a number for boundaries": (
         changed(cu_seqlens=torch.tensor(8)),
         "expected one axis of integers",
@@ -678,10 +713,11 @@ def test_wrong_input_is_refused_in_one_line(case, backend):
 
 
 def test_named_policies_and_backends_are_what_runs():
-    """Under `factored` the same call is NaN, under `reference` it is the answer of the arbiter."""
+    """Under `factored` the same call is NaN; the recurrence has no such form; `reference` is the arbiter."""
     inputs, expected = extreme("strong_decay", 65)
     assert_same(gated_delta_rule(**inputs), expected)
     assert not bool(torch.isfinite(gated_delta_rule(**inputs, policy="factored")[0]).all())
-    assert_same(gated_delta_rule(**inputs, policy="factored", backend="torch_recurrent"), expected)
+    with pytest.raises(BackendError, match="asks for exponent factored, which only the chunked form has"):
+        gated_delta_rule(**inputs, policy="factored", backend="torch_recurrent")
     assert torch.equal(gated_delta_rule(**inputs, backend="reference")[0], expected[0].float())
     assert set(ACCURATE) | {"fp32_cumsum"} <= set(PRESETS)

@@ -137,7 +137,7 @@ def test_one_positive_gate_is_named_with_its_place():
     assert "token 32, head 1, 1 of 260" in outcome(run_with(None, None), broken, intended).message
 
 
-@pytest.mark.parametrize("gate", [0.0, -0.0, -1e-45, -math.inf, math.nan])
+@pytest.mark.parametrize("gate", [0.0, -0.0, -1e-45, -3e38, math.nan])
 def test_what_is_not_above_0_passes(gate):
     spec.check_gates(torch.full((1, 2, 3), gate))
     spec.check_gates(torch.ones(1, 2, 3, device="meta"))

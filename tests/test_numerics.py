@@ -4,12 +4,16 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from workbench.errors import PolicyError
 from workbench.numerics import (
+    CHUNK_SITES,
+    CLAMP_SITES,
     CUMSUM_KINDS,
+    DECAY_SITES,
     EXP_OVERFLOW,
     EXP_UNDERFLOW,
     EXPONENT_FORMS,
@@ -111,6 +115,20 @@ def test_absent_fields_take_the_safe_value():
         (one_clamp(phase="training"), "clamps.phase: expected one of prefill, decode, both, found 'training'"),
         (one_clamp(lo=2.0), "clamps at raw_gate: expected lo <= hi, found 2 and 1"),
         (one_clamp(hi=float("nan")), "clamps.hi: expected a finite number, found nan"),
+        (one_clamp(hi=10**400), "clamps.hi: expected a finite number that float64 holds, found a whole number of 1329"),
+        (one_clamp(lo=-(10**5000)), "clamps.lo: .* found a whole number of 16610 bits"),
+        (one_clamp(hi=np.inf), "clamps.hi: expected a finite number, found inf"),
+        (one_clamp(hi=np.ones(3)), r"clamps.hi: expected a finite number, found array"),
+        (one_clamp(hi="1"), "clamps.hi: expected a finite number, found '1'"),
+        (one_clamp(lo=0.5), "clamps at raw_gate: expected lo <= 0, since what it limits is never above 0, found 0.5"),
+        (one_clamp(site="decode_gate", phase="decode", lo=0.5), "clamps at decode_gate: expected lo <= 0"),
+        (one_clamp(site="cumsum", phase="prefill", lo=0.5), "clamps at cumsum: expected lo <= 0"),
+        ({"chunk": 10**5000}, "field chunk: .* found a whole number of 16610 bits"),
+        ({"chunk": np.float64(64)}, "field chunk: .* found np.float64"),
+        ({"chunk": np.array([16, 32])}, "field chunk: .* found array"),
+        ({"state_dtype": np.array(["float32", "float64"])}, "field state_dtype: .* found array"),
+        ({"exponent": np.array(["factored"])}, "field exponent: .* found array"),
+        ({"nan_to_num": np.int64(1)}, "nan_to_num: expected true or false, found np.int64"),
         (one_clamp(hi=True), "clamps.hi: expected a finite number, found True"),
         (one_clamp(site="cumsum", phase="both"), "clamps at cumsum: expected phase 'prefill'.* found 'both'"),
         (one_clamp(site="decode_gate", phase="prefill"), "clamps at decode_gate: expected phase 'decode'"),
@@ -124,8 +142,32 @@ def test_absent_fields_take_the_safe_value():
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields, message):
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(PolicyError, match=message) as caught:
         NumericsPolicy.from_json(fields)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_numbers_of_numpy_are_kept_as_numbers_of_python():
+    clamp = Clamp(site="state", lo=np.float32(-2), hi=np.int64(3))
+    policy = NumericsPolicy(chunk=np.int32(16), nan_to_num=np.bool_(True), clamps=(clamp,), solver=np.str_("auto"))
+    expected = NumericsPolicy(
+        chunk=16, nan_to_num=True, clamps=(Clamp(site="state", lo=-2.0, hi=3.0),), solver="auto"
+    )
+    assert policy == expected and json.dumps(policy.to_json()) == json.dumps(expected.to_json())
+    assert (type(policy.chunk), type(policy.nan_to_num), type(clamp.lo), type(clamp.hi)) == (int, bool, float, float)
+    # Equal policies are one text, whatever number their limits were written as.
+    assert json.dumps(Clamp(site="state", lo=-2, hi=3).to_json()) == json.dumps(clamp.to_json())
+
+
+@pytest.mark.parametrize("site", CLAMP_SITES)
+def test_only_limits_of_a_decay_must_leave_what_is_not_above_0(site):
+    phase = "prefill" if site in CHUNK_SITES else "decode" if site == "decode_gate" else "both"
+    assert Clamp(site=site, phase=phase, lo=0.0, hi=1.0).lo == 0.0
+    if site in DECAY_SITES:
+        with pytest.raises(PolicyError, match=f"at {site}: expected lo <= 0"):
+            Clamp(site=site, phase=phase, lo=1e-9, hi=1.0)
+    else:
+        assert Clamp(site=site, phase=phase, lo=1e-9, hi=1.0).lo == 1e-9
 
 
 def test_every_known_value_is_accepted():

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import mini
 
 from workbench import taps
+from workbench.analysis.runs import using_policy
+from workbench.config import ModelConfig
 from workbench.errors import BackendError
 from workbench.kernels import gated_delta_rule
 from workbench.kernels.agreement import relative_error
 from workbench.kernels.gated_delta_rule import spec, torch_chunk
 from workbench.kernels.gated_delta_rule.reference import oracle
+from workbench.kernels.registry import OPERATIONS
+from workbench.model import CausalLM
 from workbench.numerics import (
     ACCURATE_SOLVERS,
     CATALOGUE,
@@ -20,6 +25,7 @@ from workbench.numerics import (
     CLAMP_SITES,
     CUMSUM_KINDS,
     EXPONENT_FORMS,
+    SAFE,
     SOLVERS,
     Clamp,
     NumericsPolicy,
@@ -57,6 +63,24 @@ def test_the_error_of_a_preset_is_the_predicted_one(name):
             assert found <= predicted, (gate, found)
         else:
             assert 0.7 * predicted <= found <= 1.4 * predicted, (gate, found)
+
+
+@pytest.mark.parametrize("name", [name for name, preset in CATALOGUE.items() if preset.prediction.repeated_keys])
+def test_repeated_keys_do_to_a_preset_what_is_predicted(name):
+    preset = CATALOGUE[name]
+    for beta, predicted in preset.prediction.repeated_keys:
+        inputs = one_head(-1e-3)
+        inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
+        inputs["beta"] = torch.full_like(inputs["beta"], beta)
+        found = relative_error(run(inputs, preset.policy)[0], oracle(**inputs)[0])
+        assert found == predicted == math.inf or predicted / 10 < found < predicted * 10, (beta, found)
+
+
+def test_a_series_for_the_inverse_states_its_failure():
+    series = {name for name, preset in CATALOGUE.items() if preset.policy.solver not in ACCURATE_SOLVERS}
+    assert series == {name for name, preset in CATALOGUE.items() if preset.prediction.repeated_keys} == {"doubling"}
+    assert "error 5e+07 at beta 0.5, " in (words := CATALOGUE["doubling"].prediction.in_words()), words
+    assert words.endswith("not finite at beta 1")
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -146,6 +170,99 @@ def test_a_backend_without_the_site_refuses_with_the_reason():
     assert torch.equal(run(one, policy, "torch_recurrent")[0], run(one, NumericsPolicy(), "torch_recurrent")[0])
 
 
+def honest_outcomes(policy: NumericsPolicy, tokens: int) -> dict[str, bool]:
+    """Backend -> whether it gives what chunks give under `policy`; without those that refuse it in one line."""
+    inputs = spec.example(tokens=tokens, log_decay=-1.0, seed=8)
+    inputs["v"] = 30 * inputs["v"]
+    expected, found = run(inputs, policy), {}
+    for backend in OPERATIONS[spec.OP].backends:
+        try:
+            out, state = run(inputs, policy, backend)
+        except BackendError as error:
+            assert "\n" not in str(error) and "torch_chunk" in str(error)
+            continue
+        finite = torch.isfinite(expected[0]).all() and torch.isfinite(expected[1]).all()
+        found[backend] = bool(finite) and max(
+            relative_error(out, expected[0]), relative_error(state, expected[1])
+        ) < 3e-6  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_backend_gives_what_the_policy_says_or_refuses_it(name):
+    policy = CATALOGUE[name].policy
+    found = honest_outcomes(policy, 130)
+    assert found["torch_chunk"] == found["torch_interleaved"]
+    if found["torch_chunk"]:
+        assert all(found.values()), found
+    else:  # what no other form can give
+        assert set(found) == {"torch_chunk", "torch_interleaved"}, found
+    others = {"reference", "torch_recurrent"} & set(found)
+    is_plain = (policy.exponent, policy.clamps, policy.nan_to_num) == ("difference_then_mask", (), False)
+    is_exact = is_plain and policy.cumsum in ("float64", "segsum") and policy.solver in ACCURATE_SOLVERS
+    assert others == ({"reference", "torch_recurrent"} if is_exact else set())
+
+
+@pytest.mark.parametrize("cumsum", CUMSUM_KINDS)
+@pytest.mark.parametrize("exponent", EXPONENT_FORMS)
+def test_forms_without_chunks_refuse_what_only_chunks_can_do_and_one_token_binds_nothing(exponent, cumsum):
+    inputs = spec.example(tokens=2)
+    one = {name: x[:, :1] for name, x in inputs.items()}
+    for solver in SOLVERS:
+        policy = NumericsPolicy(exponent=exponent, cumsum=cumsum, solver=solver, chunk=16)
+        asked = {"exponent": exponent, "cumsum": cumsum, "solver": solver}
+        honoured = ("difference_then_mask", "float64", "segsum", *ACCURATE_SOLVERS)
+        refused = next((f"{field} {value}," for field, value in asked.items() if value not in honoured), None)
+        for backend in ("reference", "torch_recurrent"):
+            assert torch.equal(run(one, policy, backend)[0], run(one, NumericsPolicy(), backend)[0])
+            if refused is None:
+                assert torch.equal(run(inputs, policy, backend)[0], run(inputs, NumericsPolicy(), backend)[0])
+            else:
+                with pytest.raises(BackendError, match=f"asks for {refused} which only the chunked form has; use"):
+                    run(inputs, policy, backend)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("site", CLAMP_SITES)
+def test_the_arbiter_takes_no_clamp_and_replaces_nothing(site, tokens):
+    inputs = spec.example(tokens=tokens)
+    solver = "row_loop" if site == "solve_rows" else "auto"
+    with pytest.raises(BackendError, match=f"policy clamps {site}, and the arbiter is the exact recurrence; use torch"):
+        run(inputs, NumericsPolicy(clamps=(clamp_at(site, 1.0),), solver=solver), "reference")
+    with pytest.raises(BackendError, match="policy replaces NaN, and the arbiter shows what there is; use torch_chunk"):
+        run(inputs, NumericsPolicy(nan_to_num=True), "reference")
+
+
+def test_the_recurrence_honours_the_clamps_that_it_takes():
+    inputs = spec.example(tokens=70, seed=4)
+    for site in CLAMP_SITES:
+        policy = NumericsPolicy(clamps=(clamp_at(site, 0.3),), solver="row_loop")
+        if site in CHUNK_SITES:
+            with pytest.raises(BackendError, match=f"clamps {site}"):
+                run(inputs, policy, "torch_recurrent")
+        elif site in ("A_log", "decode_gate"):  # before the op, and of one token
+            assert torch.equal(run(inputs, policy, "torch_recurrent")[0], run(inputs, SAFE, "torch_recurrent")[0])
+        else:
+            assert relative_error(run(inputs, policy, "torch_recurrent")[0], run(inputs, SAFE)[0].double()) > 0.01
+
+
+@pytest.mark.parametrize("limit", [1e39, 1e300, 10**300])
+@pytest.mark.parametrize("site", CLAMP_SITES)
+def test_a_limit_beyond_float32_clamps_nothing_that_is_finite(site, limit):
+    model = CausalLM(ModelConfig.from_hf(mini())).init_weights(3, "class_default").eval()
+    for dtype, state_dtype in ((torch.float32, "float32"), (torch.float32, "float64"), (torch.bfloat16, "float32")):
+        inputs = spec.example(tokens=1 if site == "decode_gate" else 70, seed=9, dtype=dtype)
+        base = NumericsPolicy(solver="row_loop", state_dtype=state_dtype)
+        policy = dataclasses.replace(base, clamps=(clamp_at(site, limit),))
+        assert all(torch.equal(a, b) for a, b in zip(run(inputs, policy), run(inputs, base), strict=True))
+        with torch.inference_mode(), using_policy(model.to(dtype), policy):
+            clamped = model(torch.arange(5)[None]).logits
+        with torch.inference_mode(), using_policy(model, base):
+            assert torch.equal(clamped, model(torch.arange(5)[None]).logits)
+    at_most = Clamp(site="state", lo=-limit, hi=limit)
+    assert spec.limited(torch.tensor([math.inf, -1.0]), at_most).tolist() == [torch.finfo(torch.float32).max, -1.0]
+
+
 @pytest.mark.parametrize("backend", ["torch_chunk", "torch_recurrent"])
 def test_nan_is_replaced_only_where_the_policy_asks_for_it(backend):
     inputs = spec.example(tokens=70, seed=6)
@@ -221,7 +338,7 @@ def test_auto_takes_the_next_solver_that_works(monkeypatch, without):
 def test_the_page_of_policies_names_all_there_are():
     page = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
     for name, preset in CATALOGUE.items():
-        assert f"| `{name}` | {preset.origin} |" in page, name
+        assert f"| `{name}` | {preset.origin} | {preset.prediction.in_words()} |" in page, name
     for table in (EXPONENT_FORMS, CUMSUM_KINDS, SOLVERS, CLAMP_SITES):
         for name, text in table.items():
             assert f"| `{name}` | {text.replace('|', '/')} |" in page, name

@@ -22,7 +22,7 @@ from workbench.cache import Cache, DeltaCache, KeyValueCache
 from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
-from workbench.kernels.gated_delta_rule.spec import phase_of, sequence_bounds
+from workbench.kernels.gated_delta_rule.spec import limited, phase_of, sequence_bounds
 from workbench.taps import Tap, observe
 
 L2_NORM_EPS = 1e-6  # of queries and keys; not the config's rms_norm_eps
@@ -249,7 +249,7 @@ class GatedDeltaNet(nn.Module):
         beta = observe(tap, taps.GDN_BETA, torch.sigmoid(raw_beta))
         wide = torch.promote_types(x.dtype, torch.float32)
         of_rate = kernels.policy.clamp("A_log", phase_of(tokens))
-        rate = (self.A_log if of_rate is None else self.A_log.clamp(of_rate.lo, of_rate.hi)).exp()
+        rate = limited(self.A_log, of_rate).exp()
         log_decay = -rate * F.softplus(raw_gate.to(wide) + self.dt_bias)
         log_decay = observe(tap, taps.GDN_LOG_DECAY, log_decay)
 

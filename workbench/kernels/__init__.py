@@ -191,8 +191,8 @@ def gated_delta_rule(
     """The gated delta rule by itself, inputs checked: see `gated_delta_rule.spec` for shapes and dtypes.
 
     `policy` a NumericsPolicy, a preset's name or a file; `backend` a name, or None for the automatic choice. Raises
-    InputError for shapes, devices and boundaries that do not fit, and for a log decay above 0 anywhere, which reads
-    the values: one host sync that `Kernels.gated_delta_rule`, as models call it, does not have.
+    InputError for shapes, devices and boundaries that do not fit, and for a log decay above 0 or of -inf anywhere,
+    which reads the values: one host sync that `Kernels.gated_delta_rule`, as models call it, does not have.
     """
     _gated_delta_rule.spec.check(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens

@@ -6,6 +6,7 @@ from workbench.numerics.policy import (
     CHUNK_SITES,
     CLAMP_SITES,
     CUMSUM_KINDS,
+    DECAY_SITES,
     DECODE_SITES,
     EXPONENT_FORMS,
     PHASES,
@@ -16,7 +17,7 @@ from workbench.numerics.policy import (
 from workbench.numerics.presets import CATALOGUE, PRESETS, SAFE, Prediction, Preset, resolve_policy
 
 __all__ = [
-    "ACCURATE_SOLVERS", "CATALOGUE", "CHUNK_SITES", "CLAMP_SITES", "CUMSUM_KINDS", "DECODE_SITES", "EXPONENT_FORMS",
-    "EXP_OVERFLOW", "EXP_UNDERFLOW", "LARGEST", "PHASES", "PRESETS", "SAFE", "SMALLEST_NORMAL", "SOLVERS", "Clamp",
-    "NumericsPolicy", "Prediction", "Preset", "resolve_policy",
+    "ACCURATE_SOLVERS", "CATALOGUE", "CHUNK_SITES", "CLAMP_SITES", "CUMSUM_KINDS", "DECAY_SITES", "DECODE_SITES",
+    "EXPONENT_FORMS", "EXP_OVERFLOW", "EXP_UNDERFLOW", "LARGEST", "PHASES", "PRESETS", "SAFE", "SMALLEST_NORMAL",
+    "SOLVERS", "Clamp", "NumericsPolicy", "Prediction", "Preset", "resolve_policy",
 ]  # fmt: skip

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from workbench.errors import PolicyError
 
@@ -54,13 +58,47 @@ CLAMP_SITES = {
 #: Sites that only the chunked form has, and the one that only a decode step has.
 CHUNK_SITES = ("cumsum", "k_decay", "inter_attention", "state_update", "solve_rows")
 DECODE_SITES = ("decode_gate",)
+#: Sites whose values are never above 0: limits that leave no such value would turn a decay into a growth.
+DECAY_SITES = ("raw_gate", "decode_gate", "cumsum", "k_decay", "inter_attention", "state_update")
 #: A decode step is a call of one token, prefill any other.
 PHASES = ("prefill", "decode", "both")
 
 
+def _shown(value: Any) -> str:
+    """`value` for a message: short, and without the digits of a number that has hundreds of them."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    return f"{value!r:.80}"
+
+
+def _whole(value: Any) -> Any:
+    """A whole number of any library as an int; everything else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+
+
+def _finite(value: Any, field: str) -> float:
+    """A real number of any library as a float. Raises PolicyError where there is no finite one."""
+    found = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:
+            raise PolicyError(
+                f"policy field {field}: expected a finite number that float64 holds, found {_shown(value)}"
+            ) from None
+    if not math.isfinite(found):
+        raise PolicyError(f"policy field {field}: expected a finite number, found {_shown(value)}")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clamp:
-    """Values at `site` (see `CLAMP_SITES`) limited to [`lo`, `hi`] in one phase or `both`. NaN passes a clamp."""
+    """Values at `site` (see `CLAMP_SITES`) limited to [`lo`, `hi`] in one phase or `both`. NaN passes a clamp.
+
+    The limits are kept as floats; one beyond the range of the clamped tensor's dtype is the end of that range. Raises
+    PolicyError for an unknown site or phase, for limits that are no finite numbers or in the wrong order, and at
+    `DECAY_SITES` for a `lo` above 0.
+    """
 
     site: str
     phase: str = "both"
@@ -71,14 +109,19 @@ class Clamp:
         for field, known in (("site", CLAMP_SITES), ("phase", PHASES)):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
-                raise PolicyError(f"policy field clamps.{field}: expected one of {', '.join(known)}, found {value!r}")
+                raise PolicyError(
+                    f"policy field clamps.{field}: expected one of {', '.join(known)}, found {_shown(value)}"
+                )
         for field in ("lo", "hi"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise PolicyError(f"policy field clamps.{field}: expected a finite number, found {value!r}")
+            object.__setattr__(self, field, _finite(getattr(self, field), f"clamps.{field}"))
         if self.lo > self.hi:
             raise PolicyError(
                 f"policy field clamps at {self.site}: expected lo <= hi, found {self.lo:g} and {self.hi:g}"
+            )
+        if self.site in DECAY_SITES and self.lo > 0:
+            raise PolicyError(
+                f"policy field clamps at {self.site}: expected lo <= 0, since what it limits is never above 0, found "
+                f"{self.lo:g}; a log decay above 0 would grow the state"
             )
         for sites, phase in ((CHUNK_SITES, "prefill"), (DECODE_SITES, "decode")):
             if self.site in sites and self.phase != phase:
@@ -126,18 +169,21 @@ class NumericsPolicy:
         for field, known in (("exponent", EXPONENT_FORMS), ("cumsum", CUMSUM_KINDS), ("solver", SOLVERS)):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
-                raise PolicyError(f"policy field {field}: expected one of {', '.join(known)}, found {value!r}")
-        if self.state_dtype not in ("float32", "float64"):
+                raise PolicyError(f"policy field {field}: expected one of {', '.join(known)}, found {_shown(value)}")
+        if not isinstance(self.state_dtype, str) or self.state_dtype not in ("float32", "float64"):
             raise PolicyError(
-                f"policy field state_dtype: expected float32 or float64, found {self.state_dtype!r}; "
+                f"policy field state_dtype: expected float32 or float64, found {_shown(self.state_dtype)}; "
                 "a narrower recurrent state drifts with length"
             )
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or not 1 <= self.chunk <= 1024:
-            raise PolicyError(f"policy field chunk: expected a whole number from 1 to 1024, found {self.chunk!r}")
-        if not isinstance(self.nan_to_num, bool):
-            raise PolicyError(f"policy field nan_to_num: expected true or false, found {self.nan_to_num!r}")
+        chunk = _whole(self.chunk)
+        if type(chunk) is not int or not 1 <= chunk <= 1024:
+            raise PolicyError(f"policy field chunk: expected a whole number from 1 to 1024, found {_shown(self.chunk)}")
+        object.__setattr__(self, "chunk", chunk)
+        if not isinstance(self.nan_to_num, (bool, np.bool_)):
+            raise PolicyError(f"policy field nan_to_num: expected true or false, found {_shown(self.nan_to_num)}")
+        object.__setattr__(self, "nan_to_num", bool(self.nan_to_num))
         if not isinstance(self.clamps, tuple) or not all(isinstance(clamp, Clamp) for clamp in self.clamps):
-            raise PolicyError(f"policy field clamps: expected a tuple of Clamp, found {self.clamps!r:.80}")
+            raise PolicyError(f"policy field clamps: expected a tuple of Clamp, found {_shown(self.clamps)}")
         seen: set[tuple[str, str]] = set()
         for clamp in self.clamps:
             for phase in PHASES[:2] if clamp.phase == "both" else (clamp.phase,):

@@ -6,6 +6,7 @@ Each of them says what it must be expected to do; tests measure whether it does.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class Prediction:
     binds_above   a clamp changes the result once a chunk decays by more nats than this; None: no such clamp
     binds_per_token
                   the same for the nats of one token
+    repeated_keys (beta, relative error of the output, inf where it is not finite): the same sizes with one key for all
+                  tokens and -1e-3 a token, to within a factor of 10: such an error is rounding alone
     constant      (log decay of every token, relative error of the output): 256 tokens, one head of 64, chunks of 64
     diverges      prefill and decode differ where a clamp binds in only one of them
     """
@@ -34,7 +37,27 @@ class Prediction:
     binds_above: float | None = None
     binds_per_token: float | None = None
     constant: tuple[tuple[float, float], ...] = ()
+    repeated_keys: tuple[tuple[float, float], ...] = ()
     diverges: bool = False
+
+    def in_words(self) -> str:
+        """All of it in one line; `finite` where there is nothing else to say."""
+        parts = []
+        if self.fails_above is not None:
+            parts.append(f"not finite once a chunk decays by more than {self.fails_above:.1f} nats")
+        if self.binds_above is not None:
+            parts.append(f"binds once a chunk decays by more than {self.binds_above:g} nats")
+        if self.binds_per_token is not None:
+            parts.append(f"binds where a token decays by more than {self.binds_per_token:g}")
+        if self.constant:
+            parts.append("error " + ", ".join(f"{error:g} at {gate:g} a token" for gate, error in self.constant))
+        if self.repeated_keys:
+            found = ("not finite" if error == math.inf else f"error {error:.0e}" for _, error in self.repeated_keys)
+            at = (f" at beta {beta:g}" for beta, _ in self.repeated_keys)
+            parts.append("one key for all tokens: " + ", ".join(map(str.__add__, found, at)))
+        if self.diverges:
+            parts.append("prefill and decode differ where it binds")
+        return "; ".join(parts) or "finite"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +130,9 @@ CATALOGUE: dict[str, Preset] = {
     "doubling": Preset(
         policy=NumericsPolicy(solver="doubling"),
         origin="a series for the inverse by repeated squaring, as kernels without a triangular solve use",
-        prediction=Prediction(constant=((-1.0, 1e-6),)),
+        prediction=Prediction(
+            constant=((-1.0, 1e-6),), repeated_keys=((0.5, 5e7), (0.835, 2e34), (0.95, math.inf), (1.0, math.inf)),
+        ),
     ),
     "transformers": Preset(
         policy=NumericsPolicy(cumsum="float32", solver="row_loop"),

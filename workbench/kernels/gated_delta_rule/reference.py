@@ -15,7 +15,13 @@ from workbench.taps import Tap
 
 
 def supports(call: Call) -> str | None:
-    return None
+    """The exact recurrence alone: no clamp, no NaN replaced, no form that loses digits on purpose."""
+    if call.policy.clamps:
+        sites = ", ".join(dict.fromkeys(clamp.site for clamp in call.policy.clamps))
+        return f"the policy clamps {sites}, and the arbiter is the exact recurrence; use torch_chunk"
+    if call.policy.nan_to_num:
+        return "the policy replaces NaN, and the arbiter shows what there is; use torch_chunk"
+    return spec.form_refusal(call.policy, call.tokens)
 
 
 def oracle(
@@ -68,7 +74,7 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`oracle`, rounded to the dtypes of the contract. Any policy is met: chunks are not evaluated here."""
+    """`oracle`, rounded to the dtypes of the contract. Of the policy only the dtype of the state: see `supports`."""
     out, state = oracle(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
     )

@@ -8,12 +8,15 @@ Per sequence and value head, with state S [K, W] and value head h reading key he
 
 q, k          [B, T, H, K]  l2-normalised by the caller, q also times K**-0.5
 v             [B, T, V, W]  V a multiple of H
-log_decay     [B, T, V]     log space, <= 0, fp32
+log_decay     [B, T, V]     log space, finite and <= 0, fp32
 beta          [B, T, V]     in [0, 1]
 initial_state [S, V, K, W]  fp32, S sequences; None is zero
 cu_seqlens    [S + 1]       int, on the CPU; then B is 1 and sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]
 out           [B, T, V, W]  dtype of v
 state         [S, V, K, W]  fp32 (fp64 when q or the state of the policy is), a new tensor
+
+No axis is empty; every dtype is float64, float32, bfloat16 or float16. A backend refuses a policy that it cannot
+honour (`supports`); a call of one token has nothing for exponent form, cumsum, solver and chunk to bind.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunk form after arXiv 2406.06484.
 """
@@ -25,9 +28,12 @@ from torch import Tensor
 
 from workbench.errors import InputError
 from workbench.kernels.registry import Call
-from workbench.numerics import Clamp, NumericsPolicy
+from workbench.numerics import ACCURATE_SOLVERS, LARGEST, Clamp, NumericsPolicy
 
 OP = "gated_delta_rule"
+
+#: Names of the dtypes that the op takes.
+DTYPES = tuple(LARGEST)
 
 
 def automatic_order(call: Call) -> tuple[str, ...]:
@@ -40,9 +46,34 @@ def phase_of(tokens: int) -> str:
     return "decode" if tokens == 1 else "prefill"
 
 
-def limited(x: Tensor, clamp: Clamp | None) -> Tensor:
-    """`x` within the limits of `clamp`; NaN stays NaN. None changes nothing."""
-    return x if clamp is None else x.clamp(clamp.lo, clamp.hi)
+def limited(x: Tensor, clamp: Clamp | None, scale: float = 1.0) -> Tensor:
+    """`x` within `scale` times the limits of `clamp`; NaN stays NaN. None changes nothing.
+
+    A limit past what the dtype of `x` holds is its largest value: it cannot be written there, nor bind on what is
+    finite.
+    """
+    if clamp is None:
+        return x
+    largest = torch.finfo(x.dtype).max
+    lo, hi = (min(max(limit * scale, -largest), largest) for limit in (clamp.lo, clamp.hi))
+    return x.clamp(lo, hi)
+
+
+def form_refusal(policy: NumericsPolicy, tokens: int) -> str | None:
+    """Why a form without chunks cannot honour the fields of a policy that describe chunks; None where it can.
+
+    Differences that are masked before exp, a sum without rounding of its own and an accurate solver all give what the
+    recurrence gives. Any other choice is one that shows in the result, of chunks alone. One token has none of them.
+    """
+    if tokens == 1:
+        return None
+    for field, honoured in (
+        ("exponent", ("difference_then_mask",)), ("cumsum", ("float64", "segsum")), ("solver", ACCURATE_SOLVERS),
+    ):  # fmt: skip
+        found = getattr(policy, field)
+        if found not in honoured:
+            return f"the policy asks for {field} {found}, which only the chunked form has; use torch_chunk"
+    return None
 
 
 def limited_gates(log_decay: Tensor, policy: NumericsPolicy, phase: str) -> Tensor:
@@ -55,13 +86,22 @@ def without_nan(policy: NumericsPolicy, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.nan_to_num(nan=0.0) for x in tensors) if policy.nan_to_num else tensors
 
 
+#: Dtypes of `cu_seqlens`.
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int] | None:
     """Boundaries of packed sequences as host integers, checked against the packed row; None when not packed."""
     if cu_seqlens is None:
         return None
-    if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1:
+    if not isinstance(cu_seqlens, Tensor):
         raise InputError(
-            f"cu_seqlens: expected one axis of integers, found shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+            f"cu_seqlens: expected a tensor of integers, found {type(cu_seqlens).__name__}; pass torch.tensor of it"
+        )
+    if cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1 or cu_seqlens.is_meta:
+        raise InputError(
+            f"cu_seqlens: expected one axis of integers with data, found shape {tuple(cu_seqlens.shape)} of "
+            f"{cu_seqlens.dtype} on {cu_seqlens.device}"
         )
     bounds = cu_seqlens.tolist()
     if batch != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
@@ -82,14 +122,30 @@ def check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Raise InputError, naming the tensor, where shapes or devices do not fit the contract."""
+    """Raise InputError, naming the tensor, where types, shapes, dtypes or devices do not fit the contract."""
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+    if initial_state is not None:
+        given["initial_state"] = initial_state
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"gated_delta_rule: {name}: expected a tensor, found {type(tensor).__name__}; torch.as_tensor makes one"
+            )
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.layout != torch.strided:
+            raise InputError(
+                f"gated_delta_rule: expected floating point numbers, dense and of {', '.join(DTYPES)}, found {name} "
+                f"{tensor.dtype} {tensor.layout}; convert them"
+            )
     if q.dim() != 4 or v.dim() != 4:
         raise InputError(
             f"gated_delta_rule: expected q [B, T, H, K] and v [B, T, V, W], found {tuple(q.shape)} and {tuple(v.shape)}"
         )
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    for name, count in (("sequence", batch), ("token", tokens), ("key head", key_heads), ("value head", value_heads)):
+    for name, count in (
+        ("sequence", batch), ("token", tokens), ("key head", key_heads), ("value head", value_heads),
+        ("key channel", key_dim), ("value channel", value_dim),
+    ):  # fmt: skip
         if count == 0:
             raise InputError(f"gated_delta_rule: expected at least one {name}, found 0")
     bounds = sequence_bounds(batch, tokens, cu_seqlens)
@@ -107,10 +163,6 @@ def check(
             raise InputError(f"gated_delta_rule: {name}: expected shape {shape}, found {tuple(tensor.shape)}")
         if tensor.device != q.device:
             raise InputError(f"gated_delta_rule: {name}: expected device {q.device} as q, found {tensor.device}")
-        if not tensor.is_floating_point() or not q.is_floating_point():
-            raise InputError(
-                f"gated_delta_rule: expected floating point numbers, found q {q.dtype} and {name} {tensor.dtype}"
-            )
     if value_heads % key_heads:
         raise InputError(
             f"gated_delta_rule: value heads: expected a multiple of the {key_heads} key heads, found {value_heads}"
@@ -118,18 +170,26 @@ def check(
 
 
 def check_gates(log_decay: Tensor) -> None:
-    """Raise InputError where a log decay is above 0: the first place, how many, and the likely causes by their signs.
+    """Raise InputError where a log decay is above 0 or -inf: the first place, how many, and the likely cause.
 
-    Reads the values, so on a GPU the host waits for them: for calls from outside, not for those of a model, whose
-    gates are -exp(A_log) softplus(a + dt_bias). NaN passes, as every other input's does. Tensors without data are
-    not read.
+    -inf is a decay of exactly 0. The recurrence takes it, but chunks form differences of cumulative log decays, and
+    -inf - -inf is NaN. Reads the values, so on a GPU the host waits for them: for calls from outside, not for those of
+    a model, whose gates are -exp(A_log) softplus(a + dt_bias). NaN passes, as every other input's does. Tensors
+    without data are not read.
     """
     if log_decay.is_meta:
         return
     gates = log_decay.detach()
-    above = gates > 0
-    if not bool(above.any()):
+    above, zero = gates > 0, gates == -torch.inf
+    if not bool((above | zero).any()):
         return
+    if not bool(above.any()):
+        row, token, head = zero.nonzero()[0].tolist()
+        raise InputError(
+            f"gated_delta_rule: log_decay: expected finite values, found -inf at batch row {row}, token {token}, head "
+            f"{head}, {int(zero.sum())} of {gates.numel()}; the logarithm of a decay of 0, whose differences in a "
+            "chunk are NaN; pass a large finite number such as -1e4"
+        )
     known = gates[~gates.isnan()]
     causes = {"alpha": "alpha passed for log alpha", "raw": "raw `a` passed as g", "sign": "sign lost"}
     likely = "raw" if bool((known < 0).any()) else "alpha" if bool((known <= 1).all()) else "sign"

@@ -142,11 +142,7 @@ class Exponents:
 
     def limited(self, exponent: Tensor, clamp: Clamp | None) -> Tensor:
         """`exponent`, one of these or made of them, clamped to limits in nats."""
-        if clamp is None:
-            return exponent
-        scale = LOG2_E if self.is_base_2 else 1.0
-        largest = torch.finfo(exponent.dtype).max  # beyond it a limit cannot be written in this format, nor bind
-        return exponent.clamp(max(clamp.lo * scale, -largest), min(clamp.hi * scale, largest))
+        return spec.limited(exponent, clamp, LOG2_E if self.is_base_2 else 1.0)
 
     def exp(self, exponent: Tensor, dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
         """exp of `cumsum`, `differences` or a part of them: rounded to `dtype`, `mask` added, then the exponential."""
@@ -273,7 +269,7 @@ def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str, row_clamp: Clamp |
         row = right[..., i, :]
         if rows:
             row = row - (kkt[..., i : i + 1, :i] @ torch.stack(rows, dim=-2)).squeeze(-2)
-        rows.append(row if row_clamp is None else row.clamp(row_clamp.lo, row_clamp.hi))
+        rows.append(spec.limited(row, row_clamp))
     return torch.stack(rows, dim=-2)
 
 

@@ -15,12 +15,13 @@ from workbench.taps import Tap
 
 
 def supports(call: Call) -> str | None:
+    """For two tokens and more, the policies that a recurrence can honour; for one, all: chunks bind nothing there."""
     if call.tokens == 1:
         return None
     for site in CHUNK_SITES:
         if call.policy.clamp(site, "prefill") is not None:
             return f"the policy clamps {site}, which only the chunked form has; use torch_chunk"
-    return None
+    return spec.form_refusal(call.policy, call.tokens)
 
 
 def step(
@@ -48,7 +49,8 @@ def run(
     policy: NumericsPolicy,
     tap: Tap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `spec`. Exponent form, cumsum, solver and chunk belong to the chunked form alone, and bind nothing here."""
+    """See `spec`. Exponent form, cumsum, solver and chunk belong to the chunked form and bind nothing here: `supports`
+    refuses the choices of them that would show in the result."""
     batch, tokens, key_heads, key_dim = q.shape
     phase = spec.phase_of(tokens)
     log_decay, clamp = spec.limited_gates(log_decay, policy, phase), policy.clamp("state", phase)
