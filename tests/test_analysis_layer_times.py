@@ -73,7 +73,7 @@ def alone(kernels: dict[str, tuple[int, int]], wide_ms: float = 300.0) -> pd.Dat
 def test_structures_that_launch_the_same_kernels_are_called_one_computation():
     same = {"two-phase": (90, 60), "interleaved": (90, 60), "two-phase, GPU's budget": (9, 8)}
     said = layer_times.structure_reading(alone(same))
-    assert "launch the same kernels at every chunk size" in said and "one chunk a block" in said
+    assert "launch the same kernels at every chunk size" in said and "is one chunk a block" in said
     assert "launch 9 kernels at most in the place of up to 90, and are slower here: 3.00 to 3.00 times" in said
     assert "are faster here" in layer_times.structure_reading(alone(same, wide_ms=50.0))
     one = layer_times.structure_reading(alone({"two-phase": (90, 60), "interleaved": (90, 70)}))

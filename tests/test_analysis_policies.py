@@ -87,6 +87,7 @@ def test_clamps_are_part_of_the_prediction():
     for clamp, span in ((Clamp(site="cumsum", phase="prefill", lo=-20, hi=20), 20.0),
                         (Clamp(site="raw_gate", phase="prefill", lo=-1, hi=1), 64.0)):  # fmt: skip
         table = policies.triggers(tensors, dataclasses.replace(free, clamps=(clamp,)))
+        assert "that the policy's clamps leave" in policies.limit_note(dataclasses.replace(free, clamps=(clamp,)))
         assert set(table["span"]) == {span} and not table["predicted"].any() and not table["observed"].any()
     assert policies.triggers(tensors, free)["observed"].all()
 

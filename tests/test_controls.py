@@ -42,7 +42,7 @@ def picture(controls: NumericsControls) -> str:
     ("name", "value"),
     [
         ("exponent", "factored"), ("chunk", 16), ("cumsum", "float16"), ("site", "cumsum"), ("dtype", "bfloat16"),
-        ("head", 0), ("prompt", "And the king said"),
+        ("dtype", "float16"), ("head", 0), ("prompt", "And the king said"),
     ],
 )  # fmt: skip
 def test_a_control_redraws_the_figure(controls, name, value):

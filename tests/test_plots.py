@@ -216,7 +216,7 @@ def test_the_trigger_plot_counts_false_alarms_and_misses():
         return plots.triggers(table, "factored", limit, "A note.").caption
 
     assert caption(trigger_table()) == (
-        "Under factored 2 of 3 chunks are not finite. 2 decay by more than 88.7 nats, which predicts it. "
+        "Under factored, 2 of 3 chunks are not finite. 2 decay by more than 88.7 nats, which predicts it. "
         "No false alarm and no miss. A note."
     )
     assert "False alarms, finite beyond the limit: 0; misses, not finite without it: 1." in caption(
@@ -227,7 +227,7 @@ def test_the_trigger_plot_counts_false_alarms_and_misses():
     )
     free = trigger_table((False, False, False)).assign(predicted=False)
     plate = plots.triggers(free, "safe", None)
-    assert plate.caption == "Under safe 0 of 3 chunks are not finite. No false alarm and no miss."
+    assert plate.caption == "Under safe, 0 of 3 chunks are not finite. No false alarm and no miss."
     assert "this form has no limit" in texts(plate) and "this form overflows: 177.4" in texts(
         plots.triggers(free, "midpoint", 177.4)
     )

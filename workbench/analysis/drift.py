@@ -17,8 +17,8 @@ from workbench.numerics import NumericsPolicy, resolve_policy
 
 #: Policies that the drift is shown for, and the dtype of q, k, v and beta.
 SETTINGS = (
-    ("safe", "float32"), ("safe", "bfloat16"), ("fp32_cumsum", "float32"), ("clamp_cumsum_20", "float32"),
-    ("five_clamps", "float32"),
+    ("safe", "float32"), ("safe", "bfloat16"), ("safe", "float16"), ("fp32_cumsum", "float32"),
+    ("clamp_cumsum_20", "float32"), ("five_clamps", "float32"),
 )  # fmt: skip
 
 EXACT = NumericsPolicy(state_dtype="float64")

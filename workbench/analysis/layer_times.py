@@ -79,8 +79,8 @@ def structure_reading(alone: pd.DataFrame) -> str:
         return "Two-phase and interleaved launch different numbers of kernels at every chunk size."
     chunks = "every chunk size" if len(same) == len(kernels) else f"chunks of {', '.join(map(str, same))}"
     said = (
-        f"Two-phase and interleaved launch the same kernels at {chunks}: the byte budget of this device is one chunk a "
-        "block there, so both are one computation, and a difference in time is noise."
+        f"Two-phase and interleaved launch the same kernels at {chunks}: the byte budget of the measured device is one "
+        "chunk a block, so both are one computation, and a difference in time is noise."
     )
     wide = "two-phase, GPU's budget"
     if wide not in kernels:
@@ -90,8 +90,8 @@ def structure_reading(alone: pd.DataFrame) -> str:
     verdict = "slower" if ratio.min() > 1 else "faster" if ratio.max() < 1 else "no faster throughout"
     return (
         f"{said} Two phases over many chunks at once, as with a GPU's budget, launch {most} kernels at "
-        f"most in the place of up to {before}, and are {verdict} here: {ratio.min():.2f} to {ratio.max():.2f} times the "
-        "time."
+        f"most in the place of up to {before}, and are {verdict} here: {ratio.min():.2f} to {ratio.max():.2f} times "
+        "the time."
     )
 
 

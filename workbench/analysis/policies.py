@@ -234,8 +234,13 @@ def overflow_limit(policy: NumericsPolicy | str, dtype: str = "float32") -> floa
 
 
 def limit_note(policy: NumericsPolicy | str) -> str:
-    """Why the form of `policy` has its limit, or none, as a sentence."""
+    """Why the form of `policy` has its limit, or none, and whether its clamps are part of the decay, in sentences."""
     chosen = resolve_policy(policy)
+    gates = [chosen.clamp(site, "prefill") for site in ("raw_gate", "cumsum")]
+    return _why_limited(chosen) + (" The decay is the one that the policy's clamps leave." if any(gates) else "")
+
+
+def _why_limited(chosen: NumericsPolicy) -> str:
     if chosen.nan_to_num:
         under = overflow_limit(dataclasses.replace(chosen, nan_to_num=False))
         form = "cannot overflow" if under is None else f"overflows beyond {under:.1f} nats"

@@ -32,7 +32,7 @@ from workbench.tokenizer import Tokenizer
 
 NO_CLAMP = "no clamp"
 CHUNKS = (8, 16, 32, 64, 128)
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 #: What a page shows of the controls: these limits on the cumulative sum under these policies.

@@ -367,7 +367,7 @@ def triggers(table: pd.DataFrame, policy: str, limit: float | None, note: str = 
         axes.legend(loc="lower left", title=f"output under {policy}")
     alarms = int((table["predicted"] & ~table["observed"]).sum())
     misses = int((table["observed"] & ~table["predicted"]).sum())
-    said = [f"Under {policy} {int(table['observed'].sum())} of {len(table)} chunks are not finite."]
+    said = [f"Under {policy}, {int(table['observed'].sum())} of {len(table)} chunks are not finite."]
     if limit is not None:
         said.append(f"{int(table['predicted'].sum())} decay by more than {limit:.1f} nats, which predicts it.")
     said.append(
