@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,16 @@ def test_the_limit_of_every_form_and_sum_is_where_it_fails(exponent, cumsum):
         table = policies.triggers(kept(rates), policy)
         expected = limit is not None and share > 1
         assert set(table["observed"]) == set(table["predicted"]) == {expected}, (limit, share)
+
+
+def test_the_readme_says_of_those_forms_alone_that_they_overflow_which_have_a_limit():
+    page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
+    named = [[name for name in names if name in CATALOGUE] for names in rows]
+    overflows = [line for line in page.splitlines() if "forms that overflow" in line and line.startswith("|")]
+    assert len(overflows) == 1 and sum(map(len, named)) > 12
+    for name in {name for names in named for name in names}:
+        assert (policies.overflow_limit(name) is not None) == (f"`{name}`" in overflows[0]), name
 
 
 def kept(gates: torch.Tensor, layer: int = 1) -> dict[str, torch.Tensor]:

@@ -216,7 +216,7 @@ def test_the_trigger_plot_counts_false_alarms_and_misses():
         return plots.triggers(table, "factored", limit, "A note.").caption
 
     assert caption(trigger_table()) == (
-        "Under factored, 2 of 3 chunks are not finite. 2 decay by more than 88.7 nats, which predicts it. "
+        "Under factored, 2 of 3 chunks are not finite. The limit of 88.7 nats predicts it for 2. "
         "No false alarm and no miss. A note."
     )
     assert "False alarms, finite beyond the limit: 0; misses, not finite without it: 1." in caption(

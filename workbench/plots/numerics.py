@@ -369,7 +369,7 @@ def triggers(table: pd.DataFrame, policy: str, limit: float | None, note: str = 
     misses = int((table["observed"] & ~table["predicted"]).sum())
     said = [f"Under {policy}, {int(table['observed'].sum())} of {len(table)} chunks are not finite."]
     if limit is not None:
-        said.append(f"{int(table['predicted'].sum())} decay by more than {limit:.1f} nats, which predicts it.")
+        said.append(f"The limit of {limit:.1f} nats predicts it for {int(table['predicted'].sum())}.")
     said.append(
         "No false alarm and no miss."
         if not alarms + misses
