@@ -263,6 +263,24 @@ def test_errors_against_the_oracle_separate_the_policies():
     assert 0.0 < by_policy.loc["safe", "worst_row"] < 5e-7 and math.isnan(by_policy.loc["factored", "worst_row"])
 
 
+@pytest.mark.parametrize(("name", "value"), [("v", NAN), ("beta", math.inf), ("log_decay", -math.inf)])
+def test_inputs_that_are_not_finite_leave_an_error_missing_and_the_rest_of_the_table(name, value):
+    tensors = {}
+    for layer in (0, 1):
+        inputs = spec.example(tokens=80, seed=layer)
+        if layer == 1:
+            inputs[name][0, 3] = value
+        tensors |= {taps.full_name(layer, tap): inputs[argument] for argument, tap in parity.ARGUMENT_TAPS.items()}
+    errors = parity.delta_rule_errors(tensors, ["safe"]).set_index("layer")
+    assert errors.loc[0, "error_out"] < 1e-6 and errors.loc[0, "bad_out"] == 0.0
+    assert math.isnan(errors.loc[1, "error_out"]) and math.isnan(errors.loc[1, "error_state"])
+    assert errors.loc[1, "bad_out"] > 0.9
+    if name != "log_decay":  # the oracle takes exp(-inf), a decay of 0
+        assert pd.isna(errors.loc[1, "worst_token"]) and math.isnan(errors.loc[1, "worst_row"])
+    worst = parity.worst_errors(errors.reset_index())
+    assert worst["layer"].tolist() == [1] and worst["error_out"].isna().all()
+
+
 def test_errors_are_those_of_the_tensors_the_model_computed(model, ids):
     keep = (*parity.KEEP_DELTA_RULE_INPUTS, "*.gdn.out")
     run = runs.run_prompt(model, ids, "safe", keep=keep)

@@ -128,6 +128,7 @@ def test_absent_fields_take_the_safe_value():
         ({"chunk": np.array([16, 32])}, "field chunk: .* found array"),
         ({"state_dtype": np.array(["float32", "float64"])}, "field state_dtype: .* found array"),
         ({"exponent": np.array(["factored"])}, "field exponent: .* found array"),
+        ({"nan_to_num": np.bool_(True)}, "nan_to_num: expected true or false, found np.True_"),
         ({"nan_to_num": np.int64(1)}, "nan_to_num: expected true or false, found np.int64"),
         (one_clamp(hi=True), "clamps.hi: expected a finite number, found True"),
         (one_clamp(site="cumsum", phase="both"), "clamps at cumsum: expected phase 'prefill'.* found 'both'"),
@@ -149,12 +150,12 @@ def test_a_wrong_field_is_refused_by_name(fields, message):
 
 def test_numbers_of_numpy_are_kept_as_numbers_of_python():
     clamp = Clamp(site="state", lo=np.float32(-2), hi=np.int64(3))
-    policy = NumericsPolicy(chunk=np.int32(16), nan_to_num=np.bool_(True), clamps=(clamp,), solver=np.str_("auto"))
+    policy = NumericsPolicy(chunk=np.int32(16), nan_to_num=True, clamps=(clamp,), solver=np.str_("auto"))
     expected = NumericsPolicy(
         chunk=16, nan_to_num=True, clamps=(Clamp(site="state", lo=-2.0, hi=3.0),), solver="auto"
     )
     assert policy == expected and json.dumps(policy.to_json()) == json.dumps(expected.to_json())
-    assert (type(policy.chunk), type(policy.nan_to_num), type(clamp.lo), type(clamp.hi)) == (int, bool, float, float)
+    assert (type(policy.chunk), type(clamp.lo), type(clamp.hi)) == (int, float, float)
     # Equal policies are one text, whatever number their limits were written as.
     assert json.dumps(Clamp(site="state", lo=-2, hi=3).to_json()) == json.dumps(clamp.to_json())
 

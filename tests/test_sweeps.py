@@ -5,7 +5,9 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import joblib
@@ -210,6 +212,50 @@ def bad_dump(tmp_path, kind) -> Path:
     return file
 
 
+BAD_PLACES = [("q", "gdn.q"), ("k", "gdn.k"), ("v", "gdn.v"), ("beta", "gdn.beta"), ("log_decay", "gdn.log_decay"),
+              ("initial_state", "gdn.state")]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("name", "first"), BAD_PLACES)
+def test_a_dump_with_a_value_that_is_not_finite_keeps_what_can_be_said(name, first, value):
+    if (name, value) == ("log_decay", math.inf):
+        value = math.nan  # above 0, which is refused
+    tensors = example() | {"initial_state": torch.zeros(1, 4, 16, 24)}
+    tensors[name][0, 3] = value
+    frame = sweep(tensors, {"policy": ["safe", "nan_to_num"], "length": [80]})
+    assert frame["error"].isna().all()
+    assert frame["error_out"].isna().all()
+    assert math.isnan(frame["error_state"][0]) != (name == "q")  # a query is read for the output alone
+    assert frame["finite"][0] < 1.0 and frame["seconds"].notna().all() and frame["peak_bytes"].notna().all()
+    if name != "initial_state":
+        assert frame["first_bad"].tolist() == [first] * 2
+    else:
+        assert frame["first_bad"].notna().all()
+
+
+def test_a_dump_that_overflows_in_a_narrow_dtype_keeps_what_can_be_said():
+    tensors = example()
+    tensors["v"][0, 5, 0, 0] = 1e6
+    frame = sweep(tensors, {"dtype": ["float32", "float16"]}, ["finite", "first_bad", "error_out", "error_state"])
+    assert frame["error"].isna().all() and frame["finite"][0] == 1.0 and frame["error_out"][0] < 1e-5
+    assert frame["first_bad"][1] == "gdn.v" and frame["finite"][1] < 1.0
+    assert math.isnan(frame["error_out"][1]) and math.isnan(frame["error_state"][1])
+    strong = {name: tensor.double() for name, tensor in example().items()}
+    strong["log_decay"][0, 5] = -1e300  # -inf in float32, after the dump was checked
+    frame = sweep(strong, {}, ["finite", "first_bad", "error_out"])
+    assert frame["error"].isna().all() and frame["first_bad"][0] == "gdn.log_decay" and frame["finite"][0] < 1.0
+
+
+@pytest.mark.parametrize("backend", ["torch_recurrent", "reference"])
+def test_no_row_stands_under_a_policy_that_did_not_run(backend):
+    frame = sweep(example(log_decay=-1.0), {"policy": list(PRESETS)}, ["error_out"], backend=backend)
+    ran = frame["error"].isna()
+    assert frame["policy"][ran].tolist() == ["safe", "segsum"]
+    assert frame["error"][~ran].str.startswith("BackendError: op gated_delta_rule: ").all()
+    assert frame["error"][~ran].str.endswith("use torch_chunk").all()
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -369,6 +415,34 @@ def test_a_defect_is_not_hidden_in_a_row(monkeypatch):
         ({"grid": {"policy": []}}, "axis policy: expected a list of at least one value"),
         ({"grid": {"policy": ["sfae"]}}, "neither a preset"),
         ({"grid": {"policy": [3]}}, "expected a NumericsPolicy"),
+        ({"grid": None}, "grid: expected a mapping of axes, found None"),
+        ({"grid": []}, "grid: expected a mapping of axes, found []"),
+        ({"grid": {"length": 5}}, "axis length: expected a list"),
+        ({"grid": {"length": {8}}}, "axis length: expected a list"),
+        ({"grid": {"length": np.array([])}}, "axis length: expected a list of at least one value"),
+        ({"grid": {"length": np.ones((2, 2), int)}}, "axis length: expected a list"),
+        ({"grid": {"length": np.array([8.5])}}, "axis length: expected whole numbers of at least 1, found 8.5"),
+        ({"grid": {"length": [np.float64(8)]}}, "axis length: expected whole numbers"),
+        ({"grid": {"length": [np.array(8)]}}, "axis length: expected whole numbers"),
+        ({"grid": {"length": [True]}}, "axis length: expected whole numbers"),
+        ({"grid": {"length": [10**5000]}}, "axis length: expected whole numbers of at least 1, found a whole"),
+        ({"grid": {"chunk": np.array([16.0])}}, "chunk: expected a whole number from 1 to 1024, found 16.0"),
+        ({"grid": {"chunk": [np.array([16])]}}, "chunk: expected a whole number from 1 to 1024, found array"),
+        ({"grid": {"policy": [np.array(["safe"])]}}, "expected a NumericsPolicy"),
+        ({"grid": {"policy": np.array([1.0])}}, "expected a NumericsPolicy"),
+        ({"grid": {"dtype": [None]}}, "axis dtype: expected names"),
+        ({"metrics": 5}, "metrics: expected a list of at least one of finite, first_bad"),
+        ({"metrics": [5]}, "metrics: expected some of finite, first_bad"),
+        ({"metrics": [["finite"]]}, "metrics: expected some of finite, first_bad"),
+        ({"resume": 5}, "resume: expected a path or None, found 5"),
+        ({"progress": 5}, "progress: expected a function or None, found 5"),
+        ({"backend": 5}, "backend: expected a name or None, found 5"),
+        ({"device": 5}, "device: expected a name, found 5"),
+        ({"cluster": 5}, "cluster: expected a name or None, found 5"),
+        ({"jobs": 1.5}, "jobs: expected a whole number of at least 1, found 1.5"),
+        ({"target": {name: x.to("meta") for name, x in example().items()}}, "without data (meta)"),
+        ({"target": {name: x.numpy() for name, x in example().items()}}, "q: expected a tensor, found ndarray"),
+        ({"target": {name: x.to(torch.float8_e5m2) for name, x in example().items()}}, "found q torch.float8_e5m2"),
         ({"grid": {"chunk": [0]}}, "chunk: expected a whole number from 1 to 1024"),
         ({"grid": {"dtype": ["float8"]}}, "dtype: expected one of"),
         ({"grid": {"dtype": [torch.float32]}}, "axis dtype: expected names"),
@@ -391,13 +465,52 @@ def test_a_defect_is_not_hidden_in_a_row(monkeypatch):
     ],
 )
 def test_a_sweep_that_makes_no_sense_is_refused_in_one_line(measured, settings, expected):
-    arguments = {"target": example(), "grid": {}, "metrics": ["finite"]} | settings
+    told: list = []
+    arguments = {"target": example(), "grid": {}, "metrics": ["finite"], "progress": lambda *state: told.append(state)}
+    arguments |= settings
     with pytest.raises((InputError, PolicyError, BackendError)) as caught:
         sweep(**arguments)
-    assert expected in str(caught.value) and "\n" not in str(caught.value) and not measured
+    assert expected in str(caught.value) and "\n" not in str(caught.value) and not measured and not told
+    assert len(str(caught.value)) < 600  # some name all that there is
+
+
+def test_axes_of_numpy_and_pandas_are_those_of_python(tmp_path):
+    plain = sweep(example(), {"policy": ["safe"], "chunk": [16, 64], "length": [8, 80]}, ["finite"],
+                  resume=tmp_path / "kept.jsonl")  # fmt: skip
+    for grid in (
+        {"policy": np.array(["safe"]), "chunk": np.array([16, 64]), "length": pd.Series([8, 80])},
+        {"policy": [np.str_("safe")], "chunk": [np.int32(16), np.int64(64)], "length": [np.int64(8), np.uint8(80)]},
+        {"policy": [None], "chunk": (16, 64), "length": range(8, 81, 72)},
+        {"policy": [NumericsPolicy(chunk=np.int64(64))], "chunk": [16, 64], "length": pd.Index([8, 80])},
+    ):
+        frame = sweep(example(), grid, ("finite",), resume=str(tmp_path / "kept.jsonl"), jobs=np.int64(1))
+        pd.testing.assert_frame_equal(frame, plain)
+        assert {type(cell.length) for cell in sweeps.cells(grid)} == {type(cell.numerics.chunk) for cell in
+                                                                      sweeps.cells(grid)} == {int}  # fmt: skip
+    assert len((tmp_path / "kept.jsonl").read_bytes().splitlines()) == 4
+    assert plain["policy"].tolist() == ["safe"] * 4
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "no weights", "no config", "weights alone"])
+def test_what_is_neither_a_checkpoint_nor_a_dump_is_called_so(tmp_path, checkpoint, kind):
+    target = tmp_path / "target"
+    if kind == "text":
+        target = tmp_path / "target.txt"
+        target.write_text("notes")
+    else:
+        target.mkdir()
+    if kind == "no weights":
+        (target / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    elif kind in ("no config", "weights alone"):
+        save_file({"model.a": torch.ones(2)}, target / "model.safetensors")
+        target = target / "model.safetensors" if kind == "weights alone" else target
+    with pytest.raises(InputError, match="neither a checkpoint nor a dump: expected a folder with config"):
+        sweep(target, {})
 
 
 def test_models_that_cannot_be_swept_are_refused(model):
+    with pytest.raises(InputError, match="expected a model with weights, found tensors without data"):
+        sweep(CausalLM(model.config).to("meta"), {}, ["finite"], ids=IDS)
     with pytest.raises(InputError, match="expected ids or a tokenizer"):
         sweep(model, {})
     with pytest.raises(InputError, match="perplexity: expected a tokenizer, found none"):
@@ -443,6 +556,102 @@ def test_processes_give_what_one_process_gives(tmp_path, model):
     together = sweep(model, grid, [*CHEAP, "error_out"], ids=IDS)
     pd.testing.assert_frame_equal(apart, together, rtol=1e-4)
     assert apart["error"].notna().tolist() == [False, False, True] * 2
+
+
+def test_a_table_that_could_not_be_written_is_known_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "kept.json").write_text("mine")
+    long = "x" * 245 + ".csv"  # a name that fits, and does not with what a scratch file adds
+    for name, reason in (("folder.csv", "found a folder"), (long, "name too long"), ("none/a.csv", "is no folder")):
+        with pytest.raises(InputError, match=f"cannot be written: .*{reason}") as caught:
+            sweeps.check_output(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    sweeps.check_output(tmp_path / "kept.json")
+    assert (tmp_path / "kept.json").read_text() == "mine"
+    monkeypatch.setattr(sweeps.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="expected the package pyarrow, found none"):
+        sweeps.check_output(tmp_path / "a.parquet")
+    monkeypatch.undo()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder.csv", "kept.json"]
+
+    def no_space(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweeps, "open", no_space, raising=False)
+    with pytest.raises(InputError, match=r"a\.csv: cannot be written: No space left on device"):
+        sweeps.check_output(tmp_path / "a.csv")
+
+
+def test_the_command_proves_its_files_first_and_prints_the_table_before_them(tmp_path, monkeypatch, capsys, measured):
+    from workbench.cli import main
+
+    save_file(example(), tmp_path / "dump.safetensors")
+    (tmp_path / "a.csv").mkdir()
+    code = main(["sweep", str(tmp_path / "dump.safetensors"), "--out", str(tmp_path / "b.csv"), "--out",
+                 str(tmp_path / "a.csv")])  # fmt: skip
+    assert code == 2 and not measured and "a.csv: cannot be written" in capsys.readouterr().err
+
+    def gone(frame, path):
+        raise InputError(f"{path}: cannot be written: gone meanwhile")
+
+    monkeypatch.setattr(sweeps, "write_sweep", gone)
+    code = main(["sweep", str(tmp_path / "dump.safetensors"), "--metric", "finite", "--out", str(tmp_path / "b.csv")])
+    printed = capsys.readouterr()
+    assert code == 2 and "gone meanwhile" in printed.err and printed.out.splitlines()[1].split() == [
+        "safe", "64", "float32", "80", "100.0%",
+    ]  # fmt: skip
+
+
+LONG = """
+import sys, torch
+from workbench import sweeps
+from workbench.kernels.gated_delta_rule import spec
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    lengths = [8, 9, *range(29980, 30000)]  # seconds for each but the first two: the oracle goes token by token
+    sweeps.sweep(spec.example(tokens=30000), {"length": lengths}, ["error_out"], jobs=2,
+                 progress=lambda *state: print("told", flush=True))
+"""
+
+
+def children(of: set[int]) -> set[int]:
+    """`of` and every process below them, by /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = status.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(status.parent.name)] = int(fields[1])
+    found = set(of)
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found & (set(parents) | of)
+
+
+def alive(processes: set[int]) -> set[int]:
+    found = set()
+    for process in processes:
+        with suppress(OSError):
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.add(process)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the processes of Linux")
+def test_a_sweep_that_is_killed_leaves_no_process_behind(tmp_path):
+    (tmp_path / "long.py").write_text(LONG)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, tmp_path / "long.py"], env=environment, stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout.readline() == b"told\n" and parent.stdout.readline() == b"told\n"  # cells are at work
+            workers = children({parent.pid}) - {parent.pid}
+            assert len(workers) >= 2
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 15
+    while (left := alive(workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
 
 
 class EndsItsProcess:

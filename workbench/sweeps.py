@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ import statistics
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,14 +43,14 @@ from workbench.analysis.memory import peak_tensor_bytes
 from workbench.analysis.runs import using_policy
 from workbench.dialogue import DATA, fixed_dialogues
 from workbench.errors import InputError, WorkbenchError, one_line
-from workbench.kernels import Kernels, gated_delta_rule
-from workbench.kernels.agreement import relative_error
+from workbench.kernels import Kernels
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.reference import oracle
 from workbench.kernels.registry import parse_selection
 from workbench.loading import DTYPES, device_named, dtype_named, load
 from workbench.model import CausalLM
 from workbench.numerics import PRESETS, SAFE, NumericsPolicy, resolve_policy
+from workbench.numerics.policy import shown, whole
 from workbench.provenance import checkpoint_hash
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import trace
@@ -64,7 +65,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "finite": ("any", "share of the logits, or of the output, that is finite"),
     "first_bad": ("any", "the first tap point with a value that is not finite, missing where all are"),
     "error_out": ("any", "relative error of the output against the fp64 oracle on the same inputs; of a model its "
-                         "worst layer; missing where it is not finite"),
+                         "worst layer; missing where it, or the oracle on inputs with NaN or Inf, is not finite"),
     "error_state": ("any", "the same of the final state"),
     "kl": ("model", "mean KL divergence of the next token from the safe policy's in the same dtype, nats"),
     "flips": ("model", "share of positions whose most likely token is not the safe policy's, or is none"),
@@ -80,9 +81,14 @@ TEXT_WINDOWS = 4
 #: Names in a dump of tensors and the arguments of the op that they are.
 TENSOR_NAMES = {"q": "q", "k": "k", "v": "v", "g": "log_decay", "log_decay": "log_decay", "beta": "beta",
                 "initial_state": "initial_state"}  # fmt: skip
+DUMPED = "q, k, v, log_decay (or g), beta and perhaps initial_state"
 NEEDED_TENSORS = ("q", "k", "v", "log_decay", "beta")
 
 FORMATS = (".csv", ".json", ".parquet")
+
+#: Seconds between two looks of a worker process at whether the sweep that started it is still there, and seconds
+#: after which one without a cell ends.
+PARENT_SECONDS, IDLE_SECONDS = 1.0, 10
 
 Target = CausalLM | str | Path | Mapping[str, Tensor]
 #: Gets the number of cells that are done, of all cells, and the row that was just measured (None at the start).
@@ -140,17 +146,19 @@ def sweep(
     ids: Sequence[int] | Tensor | None = None,
     tokenizer: Tokenizer | None = None,
     backend: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
 ) -> pd.DataFrame:
     """Measure every cell of `grid`; one row a cell: policy, chunk, dtype, length, each metric, error.
 
     target    a checkpoint's path or a CausalLM without a tap; or the tensors of one gated delta rule, as a .safetensors
               or .npz file or a mapping: q, k, v, log_decay (or g), beta, perhaps initial_state, shapes of its `spec`
-    grid      axes of AXES, each a list; policies as names, JSON files or NumericsPolicy
+    grid      axes of AXES, each a list or a row of numpy or pandas; policies as names, JSON files or NumericsPolicy,
+              None for the safe one; None for a chunk or a length is the value of an axis that is not given
     metrics   names of METRICS; None: all that the target has, but those of NAMED_ONLY
     resume    JSONL file of finished cells. A cell is known by target, tokens, policy, dtype, length, metrics, backend,
               device and the versions of workbench and torch; a failed cell is measured again
-    jobs      processes. They share the machine: `seconds` are those of a busy one
+    jobs      processes. They share the machine: `seconds` are those of a busy one. They end with this process, within
+              seconds also where it is killed
     cluster   ``dask:ADDRESS`` or ``ray:ADDRESS``: the cells go to that cluster, `jobs` at once where given above 1. A
               checkpoint's path must lead to the same files on its workers
     ids       the text of a model as token ids; None: the held-out text by `tokenizer`, or by the checkpoint's own
@@ -159,10 +167,23 @@ def sweep(
     Raises InputError, PolicyError, BackendError or CheckpointError, before any cell is measured, for a grid, a metric
     or a target that cannot be used. What goes wrong inside a cell is text in the column `error` of its row.
     """
+    for name, given, kinds in (
+        ("grid", grid, Mapping), ("resume", resume, str | os.PathLike | None), ("backend", backend, str | None),
+        ("device", device, str | torch.device), ("cluster", cluster, str | None),
+    ):  # fmt: skip
+        if not isinstance(given, kinds):
+            expected = {"grid": "a mapping of axes", "resume": "a path or None", "device": "a name"}
+            raise InputError(f"{name}: expected {expected.get(name, 'a name or None')}, found {shown(given)}")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: expected a function or None, found {shown(progress)}")
+    if cluster is not None:
+        _cluster_named(cluster)
+    jobs = whole(jobs)
+    if type(jobs) is not int or jobs < 1:
+        raise InputError(f"jobs: expected a whole number of at least 1, found {shown(jobs)}")
+    cells(grid)  # before anything is read
     source, tokens = _source_of(target, ids, tokenizer, backend, device, is_remote=cluster is not None)
     chosen = chosen_metrics(metrics, source)
-    if type(jobs) is not int or jobs < 1:
-        raise InputError(f"jobs: expected a whole number of at least 1, found {jobs!r}")
     wanted = {cell: _key(source, cell, chosen) for cell in cells(grid, default_length=tokens)}
     with ExitStack() as stack:
         stack.callback(_KEPT.clear)
@@ -195,16 +216,18 @@ def cells(grid: Mapping[str, Sequence], default_length: int = MODEL_LENGTH) -> l
     values: dict[str, list] = {}
     for axis, default in AXES.items():
         given = grid.get(axis, [default])
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise InputError(f"grid: axis {axis}: expected a list of at least one value, found {given!r}")
+        if isinstance(given, np.ndarray | pd.Series | pd.Index) and given.ndim == 1:
+            given = given.tolist()
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
+            raise InputError(f"grid: axis {axis}: expected a list of at least one value, found {shown(given)}")
         values[axis] = list(given)
-    lengths = [default_length if length is None else length for length in values["length"]]
+    lengths = [default_length if length is None else whole(length) for length in values["length"]]
     for length in lengths:
-        if type(length) is not int or length < 1:
-            raise InputError(f"grid: axis length: expected whole numbers of at least 1, found {length!r}")
+        if type(length) is not int or not 1 <= length < 1 << 63:
+            raise InputError(f"grid: axis length: expected whole numbers of at least 1, found {shown(length)}")
     for dtype in values["dtype"]:
         if not isinstance(dtype, str):
-            raise InputError(f"grid: axis dtype: expected names ({', '.join(DTYPES)}), found {dtype!r}")
+            raise InputError(f"grid: axis dtype: expected names ({', '.join(DTYPES)}), found {shown(dtype)}")
         dtype_named(dtype)
     policies = [(_label(policy), resolve_policy(policy)) for policy in values["policy"]]
     found = [
@@ -216,7 +239,8 @@ def cells(grid: Mapping[str, Sequence], default_length: int = MODEL_LENGTH) -> l
     return list(dict.fromkeys(found))
 
 
-def _label(policy: NumericsPolicy | str | Path) -> str:
+def _label(policy: NumericsPolicy | str | Path | None) -> str:
+    policy = SAFE if policy is None else policy
     if not isinstance(policy, NumericsPolicy):
         return str(policy)
     names = [name for name, known in PRESETS.items() if known == policy]
@@ -228,11 +252,11 @@ def chosen_metrics(metrics: Sequence[str] | None, source: Source) -> list[str]:
     possible = [name for name, (kind, _) in METRICS.items() if kind in ("any", source.kind)]
     if metrics is None:
         return [name for name in possible if name not in NAMED_ONLY]
-    if isinstance(metrics, str) or not metrics:
-        raise InputError(f"metrics: expected a list of at least one of {', '.join(possible)}, found {metrics!r}")
+    if isinstance(metrics, str | Mapping) or not isinstance(metrics, Collection) or not len(metrics):
+        raise InputError(f"metrics: expected a list of at least one of {', '.join(possible)}, found {shown(metrics)}")
     for name in metrics:
-        if name not in possible:
-            raise InputError(f"metrics: expected some of {', '.join(possible)} for {source.kind}, found {name!r}")
+        if not isinstance(name, str) or name not in possible:
+            raise InputError(f"metrics: expected some of {', '.join(possible)} for {source.kind}, found {shown(name)}")
         if name in NAMED_ONLY and source.tokenizer is None:
             raise InputError(f"metrics: {name}: expected a tokenizer, found none; give tokenizer=")
     return [name for name in possible if name in metrics]
@@ -272,6 +296,8 @@ def _source_of(
     if isinstance(target, CausalLM):
         if target.tap is not None:
             raise InputError("sweep: expected a model without a tap, found one; leave the trace or intervention first")
+        if any(weight.is_meta for weight in target.state_dict().values()):
+            raise InputError("sweep: expected a model with weights, found tensors without data (meta); load it first")
         model: CausalLM | Path = target
         digest = _digest_of(target.state_dict()) + repr(target.config)
         if backend is None and target.kernels.requested:
@@ -281,7 +307,12 @@ def _source_of(
         model = Path(target)
         if not model.exists():
             raise InputError(f"{target}: expected a checkpoint or a file of tensors, found nothing there")
-        folder = model.parent if model.is_file() else model
+        folder = model.parent if model.suffix == ".safetensors" and model.is_file() else model
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise InputError(
+                f"{target}: neither a checkpoint nor a dump: expected a folder with config.json and .safetensors, or a "
+                f".safetensors or .npz file of {DUMPED}"
+            )
         digest = checkpoint_hash(folder)
         if words is None and (folder / "tokenizer.json").exists():
             words = folder
@@ -349,7 +380,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 def named_tensors(stored: Mapping[str, Tensor], source: str = "tensors") -> dict[str, Tensor]:
     """The arguments of the op by their names, checked against its contract. Raises InputError for any other."""
-    what = "q, k, v, log_decay (or g), beta and perhaps initial_state"
+    what = DUMPED
     unknown = [name for name in stored if name not in TENSOR_NAMES]
     names = [TENSOR_NAMES[name] for name in stored if name in TENSOR_NAMES]
     missing = [name for name in NEEDED_TENSORS if name not in names]
@@ -361,6 +392,8 @@ def named_tensors(stored: Mapping[str, Tensor], source: str = "tensors") -> dict
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{source}: {name}: expected a tensor, found {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise InputError(f"{source}: {name}: expected numbers, found a tensor without data (meta); fill it first")
     try:
         spec.check(**{"initial_state": None, **found}, cu_seqlens=None)
         spec.check_gates(found["log_decay"])
@@ -476,10 +509,8 @@ def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[s
 
 def _errors(kernels: Kernels, inputs: Mapping[str, Tensor]) -> tuple[float, float]:
     """Errors of output and state on the inputs of one layer; inf where those are not finite themselves."""
-    if not all(torch.isfinite(tensor).all() for tensor in inputs.values()):
-        return math.inf, math.inf
     found, exact = kernels.gated_delta_rule(**inputs), oracle(**inputs)
-    return relative_error(found[0], exact[0]), relative_error(found[1], exact[1])
+    return parity.error(found[0], exact[0]), parity.error(found[1], exact[1])
 
 
 def divergence(logits: Tensor, reference: Tensor, rows: int = 256) -> tuple[float, float]:
@@ -521,14 +552,13 @@ def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> dict
     watch = FirstBad()
     for argument, tap in parity.ARGUMENT_TAPS.items():
         watch(tap, inputs[argument])
-    out, state = gated_delta_rule(**inputs, policy=cell.numerics, backend=kernels.requested.get("gated_delta_rule"),
-                                  tap=watch)  # fmt: skip
+    out, state = kernels.gated_delta_rule(**inputs, tap=watch)  # as a model calls it: named_tensors has read the gates
     watch(taps.GDN_STATE, state)
     watch(taps.GDN_OUT, out)
     values: dict[str, Any] = {"finite": torch.isfinite(out).double().mean().item(), "first_bad": watch.name}
     if not {"error_out", "error_state"}.isdisjoint(metrics):
         exact = _keep("oracle", (source.digest, cell.dtype, cell.length, source.device), lambda: oracle(**inputs))
-        values["error_out"], values["error_state"] = relative_error(out, exact[0]), relative_error(state, exact[1])
+        values["error_out"], values["error_state"] = parity.error(out, exact[0]), parity.error(state, exact[1])
     call: Callable[[], Any] = lambda: kernels.gated_delta_rule(**inputs)  # noqa: E731
     return values | _costs(call, inputs["q"].device, metrics)
 
@@ -585,13 +615,17 @@ def _outcomes(
     if cluster is not None:
         stack.enter_context(_on_cluster(cluster))
         jobs = -1 if jobs == 1 else jobs
-    backend = None if cluster is not None else "loky"
+    if cluster is None:
+        settings = {"backend": "loky", "idle_worker_timeout": IDLE_SECONDS, "initializer": _end_with,
+                    "initargs": (os.getpid(),)}  # fmt: skip
+    else:
+        settings = {}
     streams = cluster is None or not cluster.startswith("ray:")  # Ray's backend returns all of its results at once
     at_once = len(tasks) if streams else joblib.effective_n_jobs(jobs)
     try:
         for start in range(0, len(tasks), at_once):
             pool = joblib.Parallel(
-                n_jobs=jobs, backend=backend, batch_size=1, return_as="generator_unordered" if streams else "list"
+                n_jobs=jobs, batch_size=1, return_as="generator_unordered" if streams else "list", **settings
             )
             yield from pool(joblib.delayed(_measure)(*task) for task in tasks[start : start + at_once])
     except BrokenProcessPool as error:
@@ -601,12 +635,33 @@ def _outcomes(
         ) from None
 
 
-@contextmanager
-def _on_cluster(cluster: str) -> Iterator[None]:
-    """joblib on the existing cluster of ``dask:ADDRESS`` or ``ray:ADDRESS``."""
+def _end_with(parent: int) -> None:
+    """Ends this process, soon and whatever it is at, once `parent` has gone: nobody would read what it finds.
+
+    A worker of loky is a child of the sweep and is told to end by it. One that is killed tells nobody, and the
+    worker would finish its cell and then wait for the next.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
+
+
+def _cluster_named(cluster: str) -> tuple[str, str]:
+    """("dask" or "ray", address) of ``dask:ADDRESS`` or ``ray:ADDRESS``."""
     kind, _, address = cluster.partition(":")
     if kind not in ("dask", "ray") or not address:
         raise InputError(f"cluster: expected dask:ADDRESS or ray:ADDRESS, found {cluster!r}")
+    return kind, address
+
+
+@contextmanager
+def _on_cluster(cluster: str) -> Iterator[None]:
+    """joblib on the existing cluster of ``dask:ADDRESS`` or ``ray:ADDRESS``."""
+    kind, address = _cluster_named(cluster)
     try:
         if kind == "dask":
             from distributed import Client
@@ -687,12 +742,32 @@ class _Record:
 
 
 def check_output(path: str | Path) -> None:
-    """Raise InputError where `write_sweep` could not write, before the time of a sweep is spent."""
+    """Raise InputError where `write_sweep` could not write, before the time of a sweep is spent.
+
+    It writes an empty file where `write_sweep` writes its own, and removes it: permissions, a full disk, a name that is
+    too long or a folder in its place all show. What is at `path` stays as it is.
+    """
     path = Path(path)
     if path.suffix not in FORMATS:
         raise InputError(f"{path}: expected a name that ends in one of {', '.join(FORMATS)}, found {path.suffix!r}")
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path}: cannot be written: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise InputError(f"{path}: cannot be written: expected a file or nothing there, found a folder; name a file")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise InputError(f"{path}: expected the package pyarrow, found none; install it or name a .csv or .json file")
+    scratch = _scratch(path)
+    try:
+        with open(scratch, "wb") as file:
+            file.write(b" ")
+        scratch.unlink()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _scratch(path: Path) -> Path:
+    """Where a table is written before it takes the place of `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def write_sweep(frame: pd.DataFrame, path: str | Path) -> None:
@@ -702,7 +777,7 @@ def write_sweep(frame: pd.DataFrame, path: str | Path) -> None:
     """
     path = Path(path)
     check_output(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = _scratch(path)
     try:
         if path.suffix == ".csv":
             frame.to_csv(scratch, index=False)

@@ -12,8 +12,9 @@ from torch import Tensor
 from workbench import taps
 from workbench.analysis.runs import label_of
 from workbench.errors import InputError
-from workbench.kernels import gated_delta_rule
+from workbench.kernels import Kernels
 from workbench.kernels.agreement import relative_error, worst_row
+from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.reference import oracle
 
 #: Tap points of one layer that hold the inputs of the op, by the name of the argument.
@@ -55,6 +56,11 @@ def output_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
     return tuple(next(iter(kept_inputs(tensors).values()))["v"].shape)
 
 
+def error(x: Tensor, exact: Tensor) -> float:
+    """`relative_error`; inf also where `exact` itself, what the oracle made of NaN or Inf inputs, is not finite."""
+    return relative_error(x, exact) if bool(torch.isfinite(exact).all()) else math.inf
+
+
 def _or_missing(error: float) -> float:
     """Tables and JSON have no infinity: what is not finite has no accuracy to state."""
     return error if math.isfinite(error) else math.nan
@@ -64,25 +70,30 @@ def delta_rule_errors(
     tensors: Mapping[str, Tensor], policies: Collection[str], backend: str = "torch_chunk"
 ) -> pd.DataFrame:
     """Error of the op against the fp64 oracle on the very inputs that each layer had, one row per layer and
-    policy.
+    policy. The op is called as a model calls it, its gates not checked.
 
     `tensors` are what a trace of one forward pass without cache kept with KEEP_DELTA_RULE_INPUTS. Columns:
     layer, policy, error_out and error_state (`relative_error`; NaN, a missing value, where the result is not
-    finite), worst_row, worst_token and worst_head (see `worst_row`; the token is that of its own sequence),
-    bad_out (share of the output that is not finite).
+    finite, nor can be since the inputs are not), worst_row, worst_token and worst_head (see `worst_row`; the token is
+    that of its own sequence; missing where the oracle is not finite), bad_out (share of the output that is not
+    finite).
     """
     rows = []
     for layer, inputs in kept_inputs(tensors).items():
         exact_out, exact_state = oracle(**inputs)
         for policy in policies:
-            out, state = gated_delta_rule(**inputs, policy=policy, backend=backend)
-            (_, token, head), worst = worst_row(out, exact_out)
+            kernels = Kernels({spec.OP: backend}, policy)
+            out, state = kernels.gated_delta_rule(**inputs)
+            if bool(torch.isfinite(exact_out).all()):
+                (_, token, head), worst = worst_row(out, exact_out)
+            else:
+                token, head, worst = None, None, math.nan
             rows.append(
                 {
                     "layer": layer,
                     "policy": label_of(policy),
-                    "error_out": _or_missing(relative_error(out, exact_out)),
-                    "error_state": _or_missing(relative_error(state, exact_state)),
+                    "error_out": _or_missing(error(out, exact_out)),
+                    "error_state": _or_missing(error(state, exact_state)),
                     "worst_row": _or_missing(worst),
                     "worst_token": token,
                     "worst_head": head,

@@ -63,11 +63,12 @@ def run(options: argparse.Namespace) -> int:
         progress=Bar(), ids=None if options.ids is None else parse_ids(options.ids), backend=options.backend,
         device=options.device,
     )  # fmt: skip
-    for file in options.out:
-        sweeps.write_sweep(frame, file)
     failed = frame["error"].notna()
     shown = frame.astype(object).where(frame.notna(), None)
-    print(text_table(shown if failed.any() else shown.drop(columns="error"), FORMATS))
+    # Printed first: whatever happens to a file by now, the table is seen.
+    print(text_table(shown if failed.any() else shown.drop(columns="error"), FORMATS), flush=True)
+    for file in options.out:
+        sweeps.write_sweep(frame, file)
     if failed.all():
         first = frame["error"].iloc[0]
         raise InputError(f"sweep: expected cells that can be measured, found none; the first: {first}")

@@ -11,8 +11,6 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from workbench.errors import PolicyError
 
 EXPONENT_FORMS = {
@@ -64,14 +62,14 @@ DECAY_SITES = ("raw_gate", "decode_gate", "cumsum", "k_decay", "inter_attention"
 PHASES = ("prefill", "decode", "both")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`value` for a message: short, and without the digits of a number that has hundreds of them."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
     return f"{value!r:.80}"
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """A whole number of any library as an int; everything else as it is."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
@@ -84,10 +82,10 @@ def _finite(value: Any, field: str) -> float:
             found = float(value)
         except OverflowError:
             raise PolicyError(
-                f"policy field {field}: expected a finite number that float64 holds, found {_shown(value)}"
+                f"policy field {field}: expected a finite number that float64 holds, found {shown(value)}"
             ) from None
     if not math.isfinite(found):
-        raise PolicyError(f"policy field {field}: expected a finite number, found {_shown(value)}")
+        raise PolicyError(f"policy field {field}: expected a finite number, found {shown(value)}")
     return found
 
 
@@ -110,7 +108,7 @@ class Clamp:
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
                 raise PolicyError(
-                    f"policy field clamps.{field}: expected one of {', '.join(known)}, found {_shown(value)}"
+                    f"policy field clamps.{field}: expected one of {', '.join(known)}, found {shown(value)}"
                 )
         for field in ("lo", "hi"):
             object.__setattr__(self, field, _finite(getattr(self, field), f"clamps.{field}"))
@@ -169,21 +167,20 @@ class NumericsPolicy:
         for field, known in (("exponent", EXPONENT_FORMS), ("cumsum", CUMSUM_KINDS), ("solver", SOLVERS)):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in known:
-                raise PolicyError(f"policy field {field}: expected one of {', '.join(known)}, found {_shown(value)}")
+                raise PolicyError(f"policy field {field}: expected one of {', '.join(known)}, found {shown(value)}")
         if not isinstance(self.state_dtype, str) or self.state_dtype not in ("float32", "float64"):
             raise PolicyError(
-                f"policy field state_dtype: expected float32 or float64, found {_shown(self.state_dtype)}; "
+                f"policy field state_dtype: expected float32 or float64, found {shown(self.state_dtype)}; "
                 "a narrower recurrent state drifts with length"
             )
-        chunk = _whole(self.chunk)
+        chunk = whole(self.chunk)
         if type(chunk) is not int or not 1 <= chunk <= 1024:
-            raise PolicyError(f"policy field chunk: expected a whole number from 1 to 1024, found {_shown(self.chunk)}")
+            raise PolicyError(f"policy field chunk: expected a whole number from 1 to 1024, found {shown(self.chunk)}")
         object.__setattr__(self, "chunk", chunk)
-        if not isinstance(self.nan_to_num, (bool, np.bool_)):
-            raise PolicyError(f"policy field nan_to_num: expected true or false, found {_shown(self.nan_to_num)}")
-        object.__setattr__(self, "nan_to_num", bool(self.nan_to_num))
+        if not isinstance(self.nan_to_num, bool):
+            raise PolicyError(f"policy field nan_to_num: expected true or false, found {shown(self.nan_to_num)}")
         if not isinstance(self.clamps, tuple) or not all(isinstance(clamp, Clamp) for clamp in self.clamps):
-            raise PolicyError(f"policy field clamps: expected a tuple of Clamp, found {_shown(self.clamps)}")
+            raise PolicyError(f"policy field clamps: expected a tuple of Clamp, found {shown(self.clamps)}")
         seen: set[tuple[str, str]] = set()
         for clamp in self.clamps:
             for phase in PHASES[:2] if clamp.phase == "both" else (clamp.phase,):
