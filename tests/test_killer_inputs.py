@@ -6,9 +6,26 @@ import math
 import pytest
 import torch
 
-from workbench.kernels import Kernels, gated_delta_rule
+from workbench.dialogue import DATA
+from workbench.errors import InputError
+from workbench.kernels import Kernels, experts, gated_delta_rule
+from workbench.kernels.agreement import relative_error
+from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec
-from workbench.killer_inputs import BROKEN_CONTRACTS, LIMIT, OUTCOMES, VALID_EXTREMES, WRONG, outcome
+from workbench.kernels.registry import OPERATIONS, Call
+from workbench.killer_inputs import (
+    BROKEN_CONTRACTS,
+    EXPERT_EXTREMES,
+    LIMIT,
+    OUTCOMES,
+    VALID_EXTREMES,
+    WRONG,
+    Unfilled,
+    block_scaled_experts,
+    kkt_norm,
+    outcome,
+    trained_layer,
+)
 from workbench.numerics import ACCURATE_SOLVERS, PRESETS, NumericsPolicy
 
 BACKENDS = ("reference", "torch_chunk", "torch_interleaved", "torch_recurrent")
@@ -70,12 +87,83 @@ def test_every_form_that_can_fail_fails_on_some_extreme_and_the_random_case_show
 @pytest.mark.parametrize("name", BROKEN_CONTRACTS)
 def test_broken_contracts_are_detected_as_they_say(name, backend):
     contract = BROKEN_CONTRACTS[name]
+    if contract.backends is not None and backend not in contract.backends:
+        broken, intended = contract.make(65, 5)  # it has no such memory
+        assert outcome(run_with(backend=backend), broken, intended).kind == "right"
+        return
     for tokens in (2, 65, 130):
         broken, intended = contract.make(tokens, 5)
         assert outcome(run_with(backend=backend), intended).kind == "right"
         found = outcome(run_with(backend=backend), broken, intended)
         assert found.kind == contract.detected != "right" and found.kind in OUTCOMES, found
         assert "\n" not in found.message and bool(found.message) == (found.kind == "refused")
+
+
+@pytest.mark.parametrize("name", ["unfilled_u", "unfilled_w"])
+def test_a_row_of_scratch_memory_that_was_not_written_is_one_of_the_chunk(name):
+    broken, intended = BROKEN_CONTRACTS[name].make(130, 0)
+    assert outcome(run_with(), broken, intended).first_bad_row == 0  # 0 * NaN in its rows before
+    tap = broken["tap"]
+    assert tap.scope("layers.00.") is tap and torch.equal(tap("gdn.kkt", torch.ones(2, 2)), torch.ones(2, 2))
+
+
+def test_a_log_in_bf16_shows_the_more_the_state_has_decayed():
+    broken, intended = BROKEN_CONTRACTS["a_log_in_bf16"].make(130, 0)
+    off = (broken["log_decay"] / intended["log_decay"] - 1).abs()
+    assert 0.0005 < off.max() < 0.016
+    assert outcome(run_with(), broken, intended).error > 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", EXPERT_EXTREMES)
+def test_experts_are_right_on_extremes_and_a_scale_of_zero_is_not(name, seed):
+    inputs = EXPERT_EXTREMES[name].make(40, seed)
+    wide = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    expected = experts(**wide, backend="experts=reference")
+    for backend in OPERATIONS["experts"].backends:
+        call = Call("experts", "cpu", torch.float32, 40, False, False, NumericsPolicy(), inputs["gate_up"].shape)
+        if OPERATIONS["experts"].backends[backend].supports(call) is None:
+            assert relative_error(experts(**inputs, backend=f"experts={backend}"), expected) < 1e-6, backend
+    # Eight bits cost a few percent; a scale of zero costs every token that asks for a dead expert.
+    assert block_scaled_experts(**inputs).isnan().all()
+    assert relative_error(block_scaled_experts(**inputs, smallest=1e-12), expected) < 0.1
+    random = experts_spec.example(tokens=40, seed=seed)
+    found = block_scaled_experts(**random)  # no random input shows it
+    assert relative_error(found, experts(**random).double()) < 0.1
+
+
+def test_a_trained_layer_is_harder_than_what_is_drawn():
+    checkpoint = DATA / "miniature"
+    if not (checkpoint / "model.safetensors").is_file():
+        pytest.skip(f"no trained checkpoint in {checkpoint}")
+    inputs = trained_layer(320)
+    drawn = kkt_norm(VALID_EXTREMES["random_gates"].make(320, 0))
+    print(f"\nkkt norm of the trained layer {kkt_norm(inputs):.2f}, of random inputs {drawn:.2f}")
+    assert kkt_norm(inputs) > 2 * drawn
+    assert inputs["q"].shape[1] == 320 and not torch.equal(inputs["v"], trained_layer(320, 1)["v"])
+    for policy in ("safe", "segsum"):
+        for backend in BACKENDS:
+            found = outcome(run_with(policy, backend), inputs)
+            assert found.kind == "right", (policy, backend, found)
+    for victim in ("doubling", "fp16_factored", "clamp_cumsum_20"):  # the first is right on random inputs
+        assert outcome(run_with(victim), inputs).kind in ("wrong", "not finite"), victim
+
+
+def test_the_norm_of_the_kkt_matrix_is_that_which_a_solver_gets():
+    inputs, seen = spec.example(tokens=100, seed=2), []
+
+    class Recorder(Unfilled):
+        def __call__(self, name, tensor):
+            seen.extend([tensor] if name == self.name else [])
+            return tensor
+
+    gated_delta_rule(**inputs, tap=Recorder("gdn.kkt"))
+    assert kkt_norm(inputs) == pytest.approx(seen[0].abs().sum(-1).max().item(), rel=1e-5)
+
+
+def test_without_a_checkpoint_the_trained_layer_says_what_is_missing(tmp_path):
+    with pytest.raises(InputError, match=r"expected a checkpoint with a tokenizer in .* found none; what is missing"):
+        trained_layer(64, checkpoint=tmp_path)
 
 
 def test_where_a_fault_shows_first():

@@ -82,7 +82,8 @@ def limited_gates(log_decay: Tensor, policy: NumericsPolicy, phase: str) -> Tens
 
 
 def without_nan(policy: NumericsPolicy, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The results of a call, zero for each NaN where the policy asks for it, as it was done in the field."""
+    """The results of a call; where the policy asks for it, zero for each NaN and, as torch's function does by default,
+    the largest or smallest number of the dtype for each infinity: what was done in the field."""
     return tuple(x.nan_to_num(nan=0.0) for x in tensors) if policy.nan_to_num else tensors
 
 
