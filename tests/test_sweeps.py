@@ -561,7 +561,7 @@ def test_processes_give_what_one_process_gives(tmp_path, model):
 def test_a_table_that_could_not_be_written_is_known_before_anything_is_measured(tmp_path, monkeypatch):
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "kept.json").write_text("mine")
-    long = "x" * 245 + ".csv"  # a name that fits, and does not with what a scratch file adds
+    long = "x" * 250 + ".csv"  # a name that fits, and does not with what a scratch file adds
     for name, reason in (("folder.csv", "found a folder"), (long, "name too long"), ("none/a.csv", "is no folder")):
         with pytest.raises(InputError, match=f"cannot be written: .*{reason}") as caught:
             sweeps.check_output(tmp_path / name)

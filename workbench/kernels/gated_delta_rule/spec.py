@@ -101,7 +101,7 @@ def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[
         )
     if cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1 or cu_seqlens.is_meta:
         raise InputError(
-            f"cu_seqlens: expected one axis of integers with data, found shape {tuple(cu_seqlens.shape)} of "
+            f"cu_seqlens: expected one axis of integers, found shape {tuple(cu_seqlens.shape)} of "
             f"{cu_seqlens.dtype} on {cu_seqlens.device}"
         )
     bounds = cu_seqlens.tolist()
