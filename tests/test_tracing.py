@@ -13,7 +13,7 @@ from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
-from workbench.tracing import COLUMNS, describe
+from workbench.tracing import COLUMNS, describe, exponent_histogram
 from workbench.tracing.observer import tap_names
 
 INF, NAN = math.inf, math.nan
@@ -91,6 +91,39 @@ def test_a_scalar_and_a_transposed_tensor_keep_their_own_index():
     x = torch.zeros(2, 3)
     x[1, 0] = NAN
     assert describe(x.T).first_bad == (0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2,
+                                   torch.float8_e4m3fn])  # fmt: skip
+def test_exponents_are_counted_as_math_takes_them(dtype, monkeypatch):
+    monkeypatch.setattr("workbench.tracing.statistics.BLOCK_VALUES", 7)
+    limits = torch.finfo(dtype)
+    x = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(3).exp()
+    x = x.clamp(max=limits.max).to(dtype)
+    special = [0.0, -0.0, limits.max, -limits.max, limits.smallest_normal, -limits.smallest_normal / 2, 1.0, -1.99, NAN]
+    special += [] if dtype == torch.float8_e4m3fn else [INF, -INF]
+    x = torch.cat([x.double(), torch.tensor(special, dtype=torch.float64)]).to(dtype).view(-1, 1).expand(-1, 2)
+    smallest = math.frexp(limits.smallest_normal)[1] - 1
+    expected: dict[int, int] = {}
+    for value in x.double().flatten().tolist():
+        if value and math.isfinite(value):
+            exponent = max(math.frexp(value)[1] - 1, smallest - 1)
+            expected[exponent] = expected.get(exponent, 0) + 1
+    found = exponent_histogram(x)
+    assert found == expected and list(found) == sorted(found) and smallest - 1 in found
+    assert exponent_histogram(x[:0]) == {}
+
+
+def test_a_histogram_is_a_column_after_those_of_the_contract(model, ids):
+    with workbench.trace(model, histogram=True) as trace:
+        model(ids)
+    assert tuple(trace.table.columns) == (*COLUMNS, "exponents")
+    for row in trace.table.itertuples():
+        finite = 1 - row.frac_nan - row.frac_pinf - row.frac_ninf - row.frac_zero
+        assert sum(row.exponents.values()) == round(finite * math.prod(row.shape)), row.tap
+        assert max(row.exponents, default=0) == (math.frexp(row.absmax)[1] - 1 if row.absmax else 0), row.tap
+    with pytest.raises(InputError, match=r"exponent histogram: expected one of .*int64"):
+        exponent_histogram(torch.arange(3))
 
 
 def test_integers_are_refused():

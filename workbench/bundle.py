@@ -20,7 +20,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,38 +80,78 @@ def write_bundle(
     a directory without a manifest, which `read_bundle` refuses. Raises InputError for a file name that is none, for a
     directory that holds anything else, and where the disk refuses.
     """
-    path = Path(path)
-    for name in tensors:
+    names = set(tensors)
+    for name in names:
         if not _FILE_NAME.fullmatch(name):
             raise InputError(f"bundle {path}: expected names of files that end in .safetensors, found {name!r}")
-    obsolete = _replaceable(path, kind, set(tensors))
-    try:
+    with open_bundle(path, kind, origin, names=names) as unfinished:
+        unfinished.content.update(content or {})
+        for name, group in tensors.items():
+            own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
+            with _in_one_line(path):
+                save_file(own, unfinished.folder / name)
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A bundle that is being written: files go into `folder`, what its kind says of them into `content`."""
+
+    folder: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def open_bundle(
+    path: str | Path, kind: str, origin: Origin, *, names: Collection[str] | None = None
+) -> Iterator[Unfinished]:
+    """Write files one after another, then the bundle: for tensors that never are in memory together.
+
+    All *.safetensors of `Unfinished.folder` are flushed, hashed and moved to `path` at the end of the context, the
+    manifest last, as `write_bundle` says. `names` are the files, where they are known before: what else the directory
+    holds is then refused at once. An exception inside leaves whatever `path` held before.
+    """
+    path = Path(path)
+    _replaceable(path, kind, names)
+    with _in_one_line(path):
         path.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path))
-        try:
-            files = {}
-            for name, group in tensors.items():
-                own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
-                save_file(own, staging / name)
-                (staging / name).chmod(0o644)  # the library makes its files private
-                _flush(staging / name)
-                files[name] = {"bytes": (staging / name).stat().st_size, "sha256": _digest(staging / name)}
-            manifest = {
-                "format": FORMAT, "version": VERSION, "kind": kind, **dataclasses.asdict(origin),
-                "content": dict(content or {}), "files": files, "complete": True,
-            }  # fmt: skip
-            (staging / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            _flush(staging / MANIFEST)
-            (path / MANIFEST).unlink(missing_ok=True)
-            for name in obsolete:
-                (path / name).unlink(missing_ok=True)
-            for name in files:
-                os.replace(staging / name, path / name)
-            os.replace(staging / MANIFEST, path / MANIFEST)
-            if os.name == "posix":  # elsewhere a directory has no such call
-                _flush(path)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    try:
+        unfinished = Unfinished(staging)
+        yield unfinished
+        with _in_one_line(path):
+            _finish(path, kind, origin, unfinished)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _finish(path: Path, kind: str, origin: Origin, unfinished: Unfinished) -> None:
+    """Hash and move the files of a staging directory, the manifest last."""
+    staging, files = unfinished.folder, {}
+    for file in sorted(staging.glob("*.safetensors")):
+        file.chmod(0o644)  # the library makes its files private
+        _flush(file)
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+    obsolete = _replaceable(path, kind, set(files))
+    manifest = {
+        "format": FORMAT, "version": VERSION, "kind": kind, **dataclasses.asdict(origin),
+        "content": unfinished.content, "files": files, "complete": True,
+    }  # fmt: skip
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _flush(staging / MANIFEST)
+    (path / MANIFEST).unlink(missing_ok=True)
+    for name in obsolete:
+        (path / name).unlink(missing_ok=True)
+    for name in files:
+        os.replace(staging / name, path / name)
+    os.replace(staging / MANIFEST, path / MANIFEST)
+    if os.name == "posix":  # elsewhere a directory has no such call
+        _flush(path)
+
+
+@contextmanager
+def _in_one_line(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise InputError(f"bundle {path}: cannot be written: {error}; choose another directory") from None
 
@@ -182,13 +223,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _replaceable(path: Path, kind: str, names: set[str]) -> set[str]:
-    """Files of an earlier bundle that the new one lacks. Raises InputError for a directory that holds other things."""
+def _replaceable(path: Path, kind: str, names: Collection[str] | None) -> set[str]:
+    """Files of an earlier bundle that the new one lacks. Raises InputError for a directory that holds other things.
+
+    `names` None: they are not known yet, and any file named like one of a bundle may be from an unfinished one.
+    """
     if not path.exists():
         return set()
     if not path.is_dir():
         raise InputError(f"bundle {path}: expected a directory or nothing, found a file")
     present = {entry.name for entry in path.iterdir() if not entry.name.startswith(_STAGING)}
+    if names is None:
+        names = {name for name in present if _FILE_NAME.fullmatch(name)}
+    names = set(names)
     before: set[str] = set()
     if MANIFEST in present:
         manifest = _read_manifest(path)

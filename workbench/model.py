@@ -265,10 +265,13 @@ class GatedDeltaNet(nn.Module):
         k = observe(tap, taps.GDN_K, k)
         v = observe(tap, taps.GDN_V, v.reshape(batch, tokens, self.value_heads, self.value_head_dim))
 
+        inside = taps.inside(tap)
         out, state = kernels.gated_delta_rule(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=None if cache is None else cache.state,
-            cu_seqlens=shared.cu_seqlens, tap=tap,
+            cu_seqlens=shared.cu_seqlens, tap=inside,
         )  # fmt: skip
+        if inside is not tap:
+            state = observe(tap, taps.GDN_STATE, state)  # what is handed on; inside, the state after each chunk
         if cache is not None:
             cache.window, cache.state = window.detach(), state.detach()
         out = observe(tap, taps.GDN_OUT, out)
@@ -309,8 +312,9 @@ class GatedAttention(nn.Module):
 
         keys, values, key_lengths = self._visible(k, v, shared, cache)
         out = kernels.attention(
-            q, keys, values, scale=self.head_dim**-0.5, key_lengths=key_lengths, cu_seqlens=shared.cu_seqlens, tap=tap
-        )
+            q, keys, values, scale=self.head_dim**-0.5, key_lengths=key_lengths, cu_seqlens=shared.cu_seqlens,
+            tap=taps.inside(tap),
+        )  # fmt: skip
         out = observe(tap, taps.ATTN_OUT, out)
         return self.o_proj(out.reshape(batch, tokens, -1) * torch.sigmoid(gate), kernels)
 

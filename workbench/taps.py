@@ -61,6 +61,11 @@ MOE_EXPERTS = "moe.experts"
 MOE_SHARED = "moe.shared"
 MOE_OUT = "moe.out"
 
+#: Tap points inside an op: reached only with an observer that wants them (see `inside`).
+STAGES = frozenset({
+    GDN_CUMSUM, GDN_DECAY, GDN_KKT, GDN_INVERSE, GDN_U, GDN_W, GDN_INTRA, GDN_INTER, ATTN_SCORES,
+})  # fmt: skip
+
 #: What each tap point inside a layer holds, in the order in which a layer computes them. The last brackets are axes.
 LAYER_TAPS: dict[str, str] = {
     INPUT_NORM: "residual stream after the norm before the mixer, [B, T, D]",
@@ -138,3 +143,13 @@ class Tap(Protocol):
 def observe(tap: Tap | None, name: str, tensor: Tensor) -> Tensor:
     """``tap(name, tensor)``, or `tensor` itself where nobody observes."""
     return tensor if tap is None else tap(name, tensor)
+
+
+def inside(tap: Tap | None) -> Tap | None:
+    """The observer of the stages inside an op; None for one whose `sees_inside` is False.
+
+    Some stages (the inverse of a chunk, attention's scores) are computed for an observer alone, and the others are
+    evaluated for all chunks at once where somebody observes. An observer that wants only what ops take and give says
+    so, and pays for none of this. Whoever calls an op with taps inside passes ``inside(tap)`` on.
+    """
+    return tap if getattr(tap, "sees_inside", True) else None

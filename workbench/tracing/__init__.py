@@ -6,11 +6,13 @@
 >>> trace.tensors["layers.00.gdn.log_decay"]
 """
 
+from workbench.tracing.flags import Flags
 from workbench.tracing.intervention import FIELD_INTERVENTIONS, Intervention, intervene
 from workbench.tracing.observer import COLUMNS, Trace, trace
-from workbench.tracing.statistics import NEAR_LIMIT_SHARE, Statistics, describe
+from workbench.tracing.selection import Selection
+from workbench.tracing.statistics import NEAR_LIMIT_SHARE, Statistics, describe, exponent_histogram
 
 __all__ = [
-    "COLUMNS", "FIELD_INTERVENTIONS", "NEAR_LIMIT_SHARE", "Intervention", "Statistics", "Trace", "describe",
-    "intervene", "trace",
+    "COLUMNS", "FIELD_INTERVENTIONS", "NEAR_LIMIT_SHARE", "Flags", "Intervention", "Selection", "Statistics", "Trace",
+    "describe", "exponent_histogram", "intervene", "trace",
 ]  # fmt: skip

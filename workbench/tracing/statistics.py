@@ -99,3 +99,42 @@ def _moments(flat: Tensor, finite: Tensor, absmax: float, n_finite: float) -> tu
         block = torch.stack([scaled.sum(), scaled.square().sum()]).tolist()
         total, squares = total + block[0], squares + block[1]
     return absmax * (total / n_finite), absmax * math.sqrt(squares / n_finite)
+
+
+#: Integer view, position and mask of the exponent field, and its bias, of each format.
+_EXPONENT_FIELDS: dict[torch.dtype, tuple[torch.dtype, int, int, int]] = {
+    torch.float64: (torch.int64, 52, 0x7FF, 1023),
+    torch.float32: (torch.int32, 23, 0xFF, 127),
+    torch.bfloat16: (torch.int16, 7, 0xFF, 127),
+    torch.float16: (torch.int16, 10, 0x1F, 15),
+    torch.float8_e5m2: (torch.uint8, 2, 0x1F, 15),
+    torch.float8_e4m3fn: (torch.uint8, 3, 0xF, 7),
+}
+
+
+@torch.no_grad()
+def exponent_histogram(x: Tensor) -> dict[int, int]:
+    """How many values of x have each exponent: {e: number of finite values with 2^e <= |x| < 2^(e+1)}, e rising.
+
+    Read off the exponent field of the format. Zeros count nowhere; subnormal values count together under e of the
+    smallest normal number minus one. x is floating point of any shape; raises InputError for any other dtype.
+    """
+    if x.dtype not in _EXPONENT_FIELDS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXPONENT_FIELDS)
+        raise InputError(f"exponent histogram: expected one of {names}, found {x.dtype}")
+    integer, shift, mask, bias = _EXPONENT_FIELDS[x.dtype]
+    flat = x.detach().reshape(-1)
+    counts = torch.zeros(mask + 1, dtype=torch.int64, device=x.device)
+    zeros = torch.zeros((), dtype=torch.int64, device=x.device)
+    for block in flat.split(BLOCK_VALUES):
+        wide = block if block.dtype.itemsize > 1 else block.float()
+        zeros += (wide == 0).sum()
+        if block.dtype == torch.float8_e4m3fn:  # the one format whose highest exponent has finite values
+            block = block[wide.isfinite()]
+        field = block.view(integer).bitwise_right_shift(shift).bitwise_and_(mask)
+        counts += torch.bincount(field, minlength=mask + 1)
+    found = counts.tolist()
+    found[0] -= int(zeros)
+    if x.dtype != torch.float8_e4m3fn:
+        found[mask] = 0  # infinities and NaN
+    return {field - bias: count for field, count in enumerate(found) if count}
