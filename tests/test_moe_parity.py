@@ -184,6 +184,47 @@ def test_experts_that_do_not_fit_are_refused_in_one_line(changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up": torch.zeros(0, 48, 32), "down": torch.zeros(0, 32, 24)}, r"at least 1 each, found \(0, 48, 32\)"),
+        ({"gate_up": torch.zeros(8, 48, 0), "down": torch.zeros(8, 0, 24), "x": torch.zeros(6, 0)}, "at least 1 each"),
+        ({"gate_up": torch.zeros(8, 0, 32), "down": torch.zeros(8, 32, 0)}, "of at least 1 each"),
+        ({"experts": torch.zeros(6, 0, dtype=torch.int64), "weights": torch.zeros(6, 0)}, "at least one expert"),
+        ({key: x.long() for key, x in example(tokens=6, experts=8, top_k=2).items()}, "floats of 16 bits or more"),
+    ],
+)
+def test_sizes_of_zero_and_integers_are_refused(changes, message):
+    for name in (None, *(f"experts={name}" for name in BACKENDS["experts"])):
+        with pytest.raises(InputError, match=message):
+            kernels.experts(**moe_inputs(**changes), backend=name)
+
+
+@pytest.mark.parametrize("top_k", [2.0, None, "2", True])
+def test_a_top_k_that_is_no_number_is_refused(top_k):
+    with pytest.raises(InputError, match="top_k: expected 1 to 8, the number of experts, found"):
+        kernels.routing(torch.zeros(2, 8), top_k=top_k)
+
+
+@pytest.mark.parametrize(
+    "logits", [[[1.0, 2.0]], torch.zeros(2, 8, device="meta"), torch.zeros(2, 8).to(torch.float8_e4m3fn), None]
+)
+def test_logits_that_are_none_are_refused(logits):
+    with pytest.raises(InputError, match="routing: logits: expected"):
+        kernels.routing(logits, top_k=1)
+
+
+@pytest.mark.parametrize("name", BACKENDS["routing"])
+def test_experts_whose_probability_vanishes_keep_the_order_of_their_logits(name):
+    """fp32 softmax makes zeros of all that is 104 nats below the best: they are no ties."""
+    logits = torch.zeros(1, 16)
+    logits[0, [0, 15, 14, 13]] = torch.tensor([200.0, 50.0, 40.0, 30.0])
+    weights, experts = kernels.routing(logits, top_k=4, backend=name)
+    assert experts.tolist() == [[0, 15, 14, 13]] and weights.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    wide = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1000.0
+    assert torch.equal(kernels.routing(wide, top_k=8, backend=name)[1], wide.sort(-1, descending=True).indices[:, :8])
+
+
 @pytest.mark.parametrize("name", BACKENDS["experts"])
 def test_an_empty_batch_is_an_empty_result(name):
     case = moe_inputs(x=torch.zeros(0, 32), weights=torch.zeros(0, 2), experts=torch.zeros(0, 2, dtype=torch.int64))

@@ -44,6 +44,7 @@ def load(
     backend: str | None = None,
     policy: NumericsPolicy | str | None = None,
     *,
+    router_dtype: str | torch.dtype | None = None,
     allow_missing: str | Collection[str] = (),
     allow_unexpected: str | Collection[str] = (),
     expert_layout: str | None = None,
@@ -53,6 +54,9 @@ def load(
     dtype   None keeps what the files hold; A_log and dt_bias are fp32 in any case
     device  cpu, cuda or cuda:N
     backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
+    router_dtype
+            float32, bfloat16 or float16 of router logits and softmax; None for logits in the model's dtype and a
+            softmax in fp32 or better
     policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
     allow_* globs of tensor names; what may be missing is the multi-token-prediction head as a whole (``mtp.*``)
     expert_layout how the files hold experts, a name of `checkpoint.LAYOUTS`; None detects it, needed where shapes leave
@@ -62,7 +66,7 @@ def load(
     many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
     PolicyError, InputError (dtype, device), each in one line; nothing is half loaded.
     """
-    kernels = Kernels(backend, policy)
+    kernels = Kernels(backend, policy, dtype_named(router_dtype))
     device = device_named(device)
     if not isinstance(path, (str, Path)):
         raise InputError(f"checkpoint: expected a path, found {type(path).__name__}")

@@ -137,6 +137,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         device=options.device,
         backend=options.backend,
         policy=options.policy,
+        router_dtype=options.router_dtype,
         expert_layout=options.expert_layout,
     )
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))

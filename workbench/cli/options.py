@@ -57,9 +57,18 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
         "--policy", metavar="NAME|FILE", help=f"numerics policy: {', '.join(PRESETS)}, or a JSON file"
     )
     add_dtype(group)
+    group.add_argument(
+        "--router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES,
+        help=f"dtype of the routers' logits and softmax: {', '.join(ROUTER_DTYPES)}; default: logits in the model's, "
+        "softmax in float32 or better",
+    )  # fmt: skip
     add_expert_layout(group)
     group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     return shared
+
+
+#: What --router-dtype takes, for help that must not wait for torch.
+ROUTER_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_dtype(group: argparse._ActionsContainer) -> None:
@@ -82,11 +91,11 @@ def add_expert_layout(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def prompt_options() -> argparse.ArgumentParser:
-    """Exactly one source of a prompt."""
+def prompt_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
+    """Exactly one source of a prompt; at most one where it `is_optional`."""
     shared = argparse.ArgumentParser(add_help=False)
     prompt = shared.add_argument_group("prompt")
-    group = prompt.add_mutually_exclusive_group(required=True)
+    group = prompt.add_mutually_exclusive_group(required=not is_optional)
     group.add_argument("--prompt", metavar="TEXT")
     group.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 text")
     group.add_argument("--ids", metavar="1,2,3", help="token ids; needs no tokenizer")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cli.inputs import folder_of, load_model
-from workbench.cli.options import add_command, model_options
+from workbench.cli.options import ROUTER_DTYPES, add_command, model_options
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import text_table, write_json
 from workbench.errors import InputError
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.analysis.routing import RoutingFlips, RoutingPrompt, RoutingRecord
-    from workbench.model import CausalLM
 
 #: Options of the second run: name on the command line -> attribute of the options that it replaces.
 AGAINST = {
     "against_dtype": "dtype", "against_policy": "policy", "against_backend": "backend",
     "against_router_dtype": "router_dtype",
 }  # fmt: skip
-#: What a router can be asked to compute in.
-ROUTER_DTYPES = ("float32", "bfloat16", "float16")
 
 #: Progress is shown from so many seconds on, and every so many seconds.
 PATIENCE, INTERVAL = 2.0, 5.0
@@ -71,9 +68,6 @@ def add(commands) -> None:
     against.add_argument("--against-policy", metavar="NAME|FILE")
     against.add_argument("--against-backend", metavar="[OP=]NAME[:POLICY]")
     against.add_argument("--against-router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES)
-    parser.add_argument("--router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES,
-                        help=f"{', '.join(ROUTER_DTYPES)}: of router logits and softmax; default: logits as the "
-                        "model's, softmax in float32")  # fmt: skip
     parser.add_argument("--hot", metavar="X", type=float, default=2.0,
                         help="an expert is hot with X times the even share, tokens * top-k / experts (2)")  # fmt: skip
     parser.add_argument("--save", metavar="DIR", type=Path, help="write the record as a bundle: safetensors + JSON")
@@ -94,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if not (options.prompt or options.file):
         raise InputError("routing: expected --prompt or --file at least once, found none")
     before = None if options.against is None else routing.load_record(options.against)
-    model = _model(options)
+    model = load_model(options)
     folder = folder_of(options.checkpoint)
     tokenizer = functools.cache(lambda: Tokenizer.from_directory(folder))
     prompts: list[RoutingPrompt] = [
@@ -108,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None:
         seen.save(options.save)
     if other is not None:
-        before = record(_model(other), progress=Progress("routing, second run"))
+        before = record(load_model(other), progress=Progress("routing, second run"))
     flips = None if before is None else routing.compare(seen, before)
     bad = seen.bad_tokens + (0 if before is None else before.bad_tokens)
     if options.json is not None:
@@ -116,17 +110,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json != "-":
         print(_text(options, seen, flips))
     return FAULT if bad else FINE
-
-
-def _model(options: argparse.Namespace) -> CausalLM:
-    from workbench.kernels import Kernels
-    from workbench.loading import dtype_named
-
-    model = load_model(options)
-    if options.router_dtype is not None:
-        kernels = model.kernels
-        model.kernels = Kernels(kernels.requested, kernels.policy, dtype_named(options.router_dtype))
-    return model
 
 
 def _other_options(options: argparse.Namespace) -> argparse.Namespace | None:

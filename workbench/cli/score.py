@@ -109,7 +109,7 @@ def _of_server(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from workbench.serving.chat import ChatServer, served_score
 
-    for name in ("backend", "policy", "dtype", "expert-layout"):
+    for name in ("backend", "policy", "dtype", "router-dtype", "expert-layout"):
         if getattr(options, name.replace("-", "_")) is not None:
             raise InputError(f"--{name}: expected only with a checkpoint, found it with --url; the server has its own")
     if options.device != "cpu":  # its default

@@ -9,7 +9,8 @@ weights [tokens, A]
 experts [tokens, A]  int64, each in [0, E), those of a token distinct
 gate_up [E, 2I, D]   gate rows first
 down    [E, D, I]
-out     [tokens, D]  dtype of x
+out     [tokens, D]  dtype of x. A NaN in the weights of an expert reaches the tokens that chose it; of `torch_dense`,
+                     which computes all experts for all tokens, every token
 chain   what a backend may ask for, see `Chain`
 """
 
@@ -61,8 +62,10 @@ def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Te
 
     Reads the expert numbers: on a GPU the host waits for them.
     """
-    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
-        raise InputError(f"experts: gate_up: expected [E, 2 I, D], found {tuple(gate_up.shape)}")
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or not gate_up.numel():
+        raise InputError(f"experts: gate_up: expected [E, 2 I, D] of at least 1 each, found {tuple(gate_up.shape)}")
+    if not gate_up.is_floating_point() or gate_up.dtype.itemsize == 1:
+        raise InputError(f"experts: gate_up: expected floats of 16 bits or more, found {gate_up.dtype}; cast them")
     count, doubled, hidden = gate_up.shape
     tokens, top_k = tuple(experts.shape) if experts.dim() == 2 else (0, 0)
     expected = {
@@ -79,6 +82,8 @@ def check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Te
             raise InputError(f"experts: {name}: expected device {gate_up.device} as gate_up, found {tensor.device}")
         if name != "experts" and tensor.dtype != gate_up.dtype:
             raise InputError(f"experts: {name}: expected {gate_up.dtype} as gate_up, found {tensor.dtype}; cast one")
+    if not top_k:
+        raise InputError("experts: experts: expected at least one expert for each token, found none")
     if experts.dtype != torch.int64:
         raise InputError(f"experts: experts: expected int64, found {experts.dtype}")
     outside = ((experts < 0) | (experts >= count)).nonzero()

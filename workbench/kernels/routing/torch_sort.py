@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.routing.spec import softmax
+from workbench.kernels.routing.spec import ranked_by, softmax
 
 
 def supports(call: Call) -> str | None:
@@ -17,8 +17,9 @@ def run(
     logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     probabilities = softmax(logits, dtype, torch.float32)
-    ranked, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    weights, experts = ranked[:, :top_k], order[:, :top_k]
+    order = torch.sort(ranked_by(logits, probabilities, dtype), dim=-1, descending=True, stable=True).indices
+    experts = order[:, :top_k]
+    weights = probabilities.gather(-1, experts)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), experts
