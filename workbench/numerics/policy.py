@@ -150,9 +150,9 @@ class NumericsPolicy:
 
     Fields: `exponent` (see `EXPONENT_FORMS`), `cumsum` (see `CUMSUM_KINDS`), `state_dtype` of the recurrent state,
     `solver` (see `SOLVERS`), `chunk` rows per chunk, `clamps` (see `Clamp`; one for each site and phase), and
-    `nan_to_num`: zero for every NaN in output and state, as was done in the field. The default needs none of them:
-    each exponent is a sum of non-positive terms, so every factor lies in [0, 1] in any format. Raises PolicyError for
-    an unknown value and for values that cannot go together.
+    `nan_to_num`: zero for every NaN, the largest number for every infinity in output and state, as was done in the
+    field. The default needs none of them: each exponent is a sum of non-positive terms, so every factor lies in [0, 1]
+    in any format. Raises PolicyError for an unknown value and for values that cannot go together.
     """
 
     exponent: str = "difference_then_mask"

@@ -187,7 +187,8 @@ CATALOGUE: dict[str, Preset] = {
     ),
     "nan_to_num": Preset(
         policy=NumericsPolicy(exponent="factored", cumsum="float32", nan_to_num=True),
-        origin="zero for each NaN in output and state, on top of a form that overflows: kept to show what it destroys",
+        origin="zero for each NaN, the largest number for each infinity in output and state, on top of a form that "
+        "overflows: kept to show what it destroys",
         prediction=Prediction(),
     ),
 }  # fmt: skip
