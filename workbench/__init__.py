@@ -24,6 +24,7 @@ _PUBLIC_NAMES = {
     "read_checkpoint": "workbench.checkpoint",
     "write_checkpoint": "workbench.checkpoint",
     "trace": "workbench.tracing",
+    "compare": "workbench.analysis.compare",
     "intervene": "workbench.tracing",
     "sweep": "workbench.sweeps",
     "notebook_defaults": "workbench.report",

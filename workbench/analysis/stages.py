@@ -18,8 +18,9 @@ recurrence has none) its output and state are judged as a whole.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -129,11 +130,11 @@ def memory_of(cache: Cache) -> list[Memory]:
 
 @dataclass(slots=True)
 class Seen:
-    """One pass: its tensors by full name, its experts by layer, its memory when it began."""
+    """One pass: its tensors by full name, its experts by layer, its memory when it began (None where unknown)."""
 
     input_ids: Tensor
     past: int
-    memory: list[Memory]
+    memory: list[Memory | None]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -168,6 +169,10 @@ class LayerStages:
         self.mixer, self.mlp = self.layer.mixer, self.layer.mlp
         self.memory = seen.memory[index]
         self.tokens = seen.input_ids.shape[1]
+
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.mlp, DenseBlock)
 
     def has(self, name: str) -> bool:
         return taps.full_name(self.index, name) in self.seen.tensors
@@ -477,8 +482,24 @@ RECURRENT_STAGES = {
     taps.GDN_STATE: Stage(LayerStages.state, (*_DELTA_INPUTS, "*")),
     taps.GDN_OUT: Stage(LayerStages.out, (*_DELTA_INPUTS, "*")),
 }
+#: Tap points that an engine may compute inside an op without showing them: taken from what it shows, in float64.
+INSIDE_OPS = (taps.GDN_Q, taps.GDN_K, taps.MOE_SHARED)
 #: Tap points in fp32 whose op has a projection in the model's own dtype before it.
 AFTER_A_PROJECTION = {taps.GDN_LOG_DECAY}
+
+
+def stage_of(name: str, is_chunked: bool) -> Stage:
+    """The stage of a tap point inside a layer; `is_chunked` says whether its stages of a chunk are seen."""
+    return STAGES[name] if is_chunked or name not in RECURRENT_STAGES else RECURRENT_STAGES[name]
+
+
+def reads_of(index: int, name: str, is_chunked: bool) -> list[str]:
+    """Full names of the tap points that a tap point of layer `index` is made from, its memory left out."""
+    stage = stage_of(name, is_chunked)
+    reads = [taps.full_name(index, read) for read in stage.reads if read not in "^*"]
+    if "^" in stage.reads:
+        reads.append(taps.EMBED if index == 0 else taps.full_name(index - 1, taps.RESIDUAL))
+    return reads
 
 
 class StageWatch:
@@ -496,8 +517,11 @@ class StageWatch:
     found, expected the value there, and what float64 makes of the same inputs
     """
 
-    def __init__(self, model: CausalLM):
+    def __init__(self, model: CausalLM, keep: bool = False):
         self.model = model
+        #: With `keep` every pass with its tensors.
+        self.passes: list[Seen] = []
+        self._keep = keep
         self._rows: list[tuple] = []
         self._current: Seen | None = None
         self._step = -1
@@ -545,7 +569,15 @@ class StageWatch:
 
     def end(self, cache: Cache | None) -> None:
         seen, self._current = self._current, None
-        self._judge(taps.EMBED, None, lambda: self.model.embed_tokens.weight.double()[seen.input_ids], [], seen)
+        left = self.judge(seen)
+        self._expected = None if cache is None else (cache, left)
+        if self._keep:
+            self.passes.append(seen)
+
+    def judge(self, seen: Seen) -> list[Memory | None]:
+        """Judge the tap points of a pass of which all is known that they read; what its layers must leave behind."""
+        if taps.EMBED in seen.tensors and bool((seen.input_ids >= 0).all()):  # else the tokens are unknown
+            self._judge(taps.EMBED, None, lambda: self.model.embed_tokens.weight.double()[seen.input_ids], [], seen)
         left = []
         for index in range(len(self.model.layers)):
             stages = LayerStages(self.model, index, seen)
@@ -553,11 +585,13 @@ class StageWatch:
             left.append(self._memory_after(stages))
         final = taps.full_name(len(self.model.layers) - 1, taps.RESIDUAL)
         norm = LayerStages(self.model, 0, seen).norm
-        self._judge(
-            taps.FINAL_NORM, None, lambda: norm(seen.tensors[final].double(), self.model.norm), [final], seen
-        )
-        self._judge(taps.LOGITS, None, lambda: self._logits(seen), [taps.FINAL_NORM], seen)
-        self._expected = None if cache is None else (cache, left)
+        if {final, taps.FINAL_NORM} <= seen.tensors.keys():
+            self._judge(
+                taps.FINAL_NORM, None, lambda: norm(seen.tensors[final].double(), self.model.norm), [final], seen
+            )
+        if {taps.FINAL_NORM, taps.LOGITS} <= seen.tensors.keys():
+            self._judge(taps.LOGITS, None, lambda: self._logits(seen), [taps.FINAL_NORM], seen)
+        return left
 
     def _logits(self, seen: Seen) -> Tensor:
         config = self.model.config
@@ -569,19 +603,27 @@ class StageWatch:
         seen, index = stages.seen, stages.index
         prefix = taps.full_name(index, "")
         here = [name.removeprefix(prefix) for name in seen.order if name.startswith(prefix)]
+        is_chunked = stages.has(taps.GDN_CUMSUM)
+        before = len(self._rows)
         for name in dict.fromkeys(here):
-            stage = STAGES[name]
-            if name in RECURRENT_STAGES and not stages.has(taps.GDN_CUMSUM):
-                stage = RECURRENT_STAGES[name]
-            reads = [taps.full_name(index, read) for read in stage.reads if read not in "^*"]
-            if "^" in stage.reads:
-                reads.append(taps.EMBED if index == 0 else taps.full_name(index - 1, taps.RESIDUAL))
+            stage, reads = stage_of(name, is_chunked), reads_of(index, name, is_chunked)
+            if not self._is_known(stages, name, stage, reads):
+                continue
             memory = [stages.memory.first, stages.memory.second] if "*" in stage.reads else []
             extra = stages.choice_error if name == taps.MOE_TOPK else None
             self._judge(name, index, lambda s=stage: s.expect(stages), reads, seen, memory, extra)
-        faults = {row[3] for row in self._rows[-len(here) :] if row[STAGE_COLUMNS.index("is_fault")]}
+        faults = {row[3] for row in self._rows[before:] if row[STAGE_COLUMNS.index("is_fault")]}
         if "gated_delta_rule" in faults and all(map(is_finite, map(stages.value, ARGUMENT_TAPS.values()))):
             self.patterns[self._step, index] = stages.pattern()
+
+    def _is_known(self, stages: LayerStages, name: str, stage: Stage, reads: list[str]) -> bool:
+        """Whether everything was seen that a tap point is made from, as layers of this kind make it."""
+        skipped = "attn." if stages.layer.is_linear else "gdn."
+        ignored = (skipped, "moe.") if stages.is_dense else (skipped,)
+        needed = [read for read in reads if not taps.split_name(read)[1].startswith(ignored)]
+        has_memory = "*" not in stage.reads or stages.memory is not None
+        has_experts = name not in (taps.MOE_TOPK, taps.MOE_EXPERTS) or stages.index in stages.seen.experts
+        return has_memory and has_experts and all(read in stages.seen.tensors for read in needed)
 
     def _judge(
         self, name: str, layer: int | None, expect: Callable[[], Tensor], reads: list[str], seen: Seen,
@@ -616,9 +658,12 @@ class StageWatch:
              row_error, limit, inputs_finite, output_finite, is_fault, *place)
         )  # fmt: skip
 
-    def _memory_after(self, stages: LayerStages) -> Memory:
-        """What the layer must leave behind after the pass, in the dtype of the cache."""
+    def _memory_after(self, stages: LayerStages) -> Memory | None:
+        """What the layer must leave behind after the pass, in the dtype of the cache; None where it was not seen."""
         before = stages.memory
+        kept = (taps.GDN_QKV, taps.GDN_STATE) if stages.layer.is_linear else (taps.ATTN_K, taps.ATTN_V)
+        if before is None or not all(map(stages.has, kept)):
+            return None
         if stages.layer.is_linear:
             width = before.first.shape[1]
             qkv = stages.seen.tensors[taps.full_name(stages.index, taps.GDN_QKV)]
@@ -651,14 +696,43 @@ def is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
+@torch.no_grad()
+def judge_passes(model: CausalLM, passes: Iterable[Seen]) -> StageWatch:
+    """Judge passes that were seen elsewhere (another engine, a file), with the weights of `model`.
+
+    The first of them began without memory; each of the others with what the one before it left. Tap points that are
+    made from ones that were not seen are left out; those of INSIDE_OPS are computed in float64 where they were not.
+    `Seen.memory` is replaced.
+    """
+    watch = StageWatch(model)
+    memory: list[Memory | None] | None = None
+    for step, seen in enumerate(passes):
+        if memory is None:
+            batch = seen.input_ids.shape[0]
+            memory = memory_of(Cache.empty(model.config, batch, device=model.device, dtype=model.dtype))
+        whole = dataclasses.replace(seen, memory=memory, tensors=dict(seen.tensors))
+        for index in range(len(model.layers)):
+            stages = LayerStages(model, index, whole)
+            for name in INSIDE_OPS:
+                needed = reads_of(index, name, True)
+                is_there = all(read in whole.tensors for read in needed)
+                if is_there and not stages.has(name) and not (name == taps.MOE_SHARED and stages.is_dense):
+                    whole.tensors[taps.full_name(index, name)] = STAGES[name].expect(stages)
+        watch._step = step
+        memory = watch.judge(whole)
+    return watch
+
+
 @contextmanager
-def stage_watch(model: CausalLM) -> Iterator[StageWatch]:
+def stage_watch(model: CausalLM, *, keep: bool = False) -> Iterator[StageWatch]:
     """Judge every op of every pass of `model` inside the context; see the module and `StageWatch`.
+
+    `keep` leaves every pass with all its tensors in `StageWatch.passes`.
 
     Each pass is followed by its float64 recomputation, so that it takes several times as long, and all its tensors are
     kept until then. Raises InputError for packed and padded batches and for sequences of different lengths.
     """
-    watch = StageWatch(model)
+    watch = StageWatch(model, keep)
     outer = model.tap
     forward = model.forward
 
