@@ -75,7 +75,7 @@ def test_misuse_names_the_buffer_with_expected_and_found(workspace):
         (("hiden", (1,), torch.float32), "'hiden': expected one of those declared (hidden, rows), found no such"),
         (("hidden", (1,), torch.bfloat16), "'hidden': expected dtype torch.float32 as declared, found torch.bfloat16"),
         (("hidden", (5, 6), torch.float32), "'hidden': expected at most 24 elements as declared, found [5, 6]"),
-        (("hidden", (-1, 6), torch.float32), "'hidden': expected at most 24 elements as declared, found [-1, 6]"),
+        (("hidden", (2**70,), torch.float32), "'hidden': expected at most 24 elements as declared, found [11805916207"),
     ):
         assert wanted in refusal(workspace.take, *arguments)
     with workspace.take("hidden", (1,), torch.float32):
@@ -85,6 +85,29 @@ def test_misuse_names_the_buffer_with_expected_and_found(workspace):
     with workspace.take("hidden", (1,), torch.float32):
         pass  # given back
     assert issubclass(WorkspaceError, WorkbenchError)
+
+
+@pytest.mark.parametrize(
+    "shape", [[2, 2], 2, None, "ab", b"ab", (-1, 6), (-1, -4), (2.0, 2), (True,), ((1,),), {1}, torch.ones(2)], ids=str
+)
+def test_what_is_no_shape_is_not_taken(workspace, shape):
+    with workspace.take("hidden", (3, 4), torch.float32):  # a view is kept, and found by its shape
+        pass
+    message = refusal(workspace.take, "hidden", shape, torch.float32)
+    assert "'hidden': expected a shape, a tuple of whole numbers of at least 0, found " in message
+    assert f"({type(shape).__name__})" in message
+    with workspace.take("hidden", (1,), torch.float32) as x:  # nothing stays taken
+        assert x.shape == (1,)
+
+
+@pytest.mark.parametrize("name", [None, 1, ["hidden"], {"hidden"}, b"hidden"], ids=str)
+def test_what_is_no_name_is_neither_taken_nor_declared(workspace, name):
+    assert f"{name!r}: expected a name, found {type(name).__name__}" in refusal(
+        workspace.take, name, (1,), torch.float32
+    )
+    assert f"{name!r}: expected a name, found {type(name).__name__}" in refusal(
+        Workspace().declare, name, 1, torch.float32
+    )
 
 
 def test_a_buffer_taken_without_with_stays_taken(workspace):
@@ -107,20 +130,53 @@ def test_order_of_declare_allocate_take():
     workspace.declare("a", 4, torch.float32)
     assert "'a': expected a call of allocate before take" in refusal(workspace.take, "a", (1,), torch.float32)
     assert "'a': expected to be declared once" in refusal(workspace.declare, "a", 4, torch.float32)
-    for size in (0, (), (4, -1), (2.0,), True, "4"):
-        assert "'b': expected sizes of at least 1" in refusal(workspace.declare, "b", size, torch.float32)
+    for size in (0, (), (4, -1), (2.0,), True, "4", b"4", 1.5, None, {4}, {4: 4}, [[4]], torch.ones(2), iter([4])):
+        message = refusal(workspace.declare, "b", size, torch.float32)
+        assert "'b': expected sizes of at least 1" in message and f"{type(size).__name__})" in message
+    assert "'': expected a name, found an empty str" in refusal(workspace.declare, "", 4, torch.float32)
+    for dtype in (torch.quint8, torch.bits8):
+        assert f"'b': expected a dtype of numbers, found {dtype}" in refusal(workspace.declare, "b", 1, dtype)
+    workspace.declare("c", [2, 3], torch.float32)
+    workspace.declare("d", torch.Size((2, 3)), torch.float32)
     assert "'b': expected a torch dtype, found 'float32'" in refusal(workspace.declare, "b", 1, "float32")
     workspace.allocate()
     assert "'b': expected it declared before allocate, found all allocated" in refusal(
         workspace.declare, "b", 4, torch.float32
     )
     assert "expected one call, found the workspace allocated already" in refusal(workspace.allocate)
-    with workspace.take("a", (1,), torch.float32):
-        pass
+    for name in ("a", "c", "d"):
+        with workspace.take(name, (1,), torch.float32):
+            pass
     assert workspace.close() == workspace.close() == ()
     assert "found it closed" in refusal(workspace.take, "a", (1,), torch.float32)
     assert "found the workspace closed" in refusal(workspace.allocate)
     assert "found the workspace closed" in refusal(workspace.declare, "b", 4, torch.float32)
+
+
+@pytest.mark.parametrize("device", ["foo", "", "cuda:x", "mps:7", "vulkan", "xla", "hpu", None, [1], -1, 999], ids=repr)
+def test_devices_that_this_machine_does_not_have(device):
+    message = refusal(Workspace, device)
+    assert f"workspace: device: expected one of this machine, such as cpu, found {str(device)!r}: " in message
+    assert len(message) < 400
+
+
+def test_cuda_devices_beyond_those_of_this_machine():
+    refusal(Workspace, f"cuda:{torch.cuda.device_count()}")
+    if not torch.cuda.is_available():
+        assert "found 'cuda': " in refusal(Workspace, "cuda")
+
+
+@pytest.mark.parametrize("elements", [2**50, 2**62, 2**70])
+def test_memory_that_is_not_to_be_had_is_named_and_nothing_is_allocated(elements):
+    workspace = Workspace()
+    workspace.declare("small", 4, torch.float32)
+    workspace.declare("large", elements, torch.float32)
+    message = refusal(workspace.allocate)
+    assert f"allocate: buffer 'large': expected {elements:,} elements of torch.float32 ({elements * 4:,} B" in message
+    assert "on cpu, found no such memory: " in message and len(message) < 600
+    assert "expected a call of allocate before take" in refusal(workspace.take, "small", (1,), torch.float32)
+    with pytest.warns(WorkspaceWarning):
+        workspace.close()
 
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -160,6 +216,14 @@ def test_never_taken_is_reported_by_close_and_at_the_end_of_with():
         pass
     with pytest.warns(WorkspaceWarning, match="never taken: a"), Workspace() as workspace:
         workspace.declare("a", 1, torch.float32)  # not even allocated
+
+
+def test_never_taken_says_that_the_backend_may_take_none():
+    """`torch_grouped` takes fresh memory, so that what was declared for it on purpose stays untaken."""
+    with pytest.warns(WorkspaceWarning) as caught:
+        declared_two().close()
+    (message,) = [str(warning.message) for warning in caught]
+    assert "unless the backend that was chosen takes no scratch memory (`Kernels.attestation` names it)" in message
 
 
 def test_never_taken_is_reported_by_a_workspace_that_nobody_closed():

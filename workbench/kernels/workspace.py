@@ -68,13 +68,14 @@ class Workspace:
     """Named scratch buffers on one device; see the module for the rules. `debug` fills what is taken with NaN.
 
     `declare` all, `allocate` once, then `take`; `close`, or the end of the `with`, reports what was never taken. Cannot
-    be copied or pickled: two owners would write to the same memory. All misuse raises `WorkspaceError`.
+    be copied or pickled: two owners would write to the same memory. All misuse raises `WorkspaceError`, and so does a
+    device that is unknown or that this machine does not have.
     """
 
     _is_open = False  # until __init__ is through, so that __del__ has nothing to say
 
     def __init__(self, device: str | torch.device = "cpu", *, debug: bool = False):
-        self.device = torch.device(device)
+        self.device = _device(device)
         self._is_debug = debug
         self._declared: dict[str, tuple[int, torch.dtype]] = {}
         self._buffers: dict[str, _Buffer] = {}
@@ -85,44 +86,65 @@ class Workspace:
     def declare(self, name: str, size: int | Sequence[int], dtype: torch.dtype) -> None:
         """Ask for a buffer: `size` is the largest shape, or the most elements, that will be taken.
 
-        Raises WorkspaceError once allocated or closed, for a name declared before, and for a size below 1.
+        Raises WorkspaceError once allocated or closed, for a name declared before, for what is no name or dtype, and
+        for sizes other than whole numbers of at least 1.
         """
+        if not isinstance(name, str) or not name:
+            raise WorkspaceError(f"workspace: buffer {name!r}: expected a name, found {_kind(name)}")
         if not self._is_open or self._thread is not None:
             state = "the workspace closed" if not self._is_open else "all allocated and frozen"
             raise WorkspaceError(f"workspace: buffer {name!r}: expected it declared before allocate, found {state}")
         if name in self._declared:
             raise WorkspaceError(f"workspace: buffer {name!r}: expected to be declared once, found a second time")
-        shape = (size,) if isinstance(size, int) else tuple(size)
-        if not shape or any(type(n) is not int or n < 1 for n in shape):
-            raise WorkspaceError(f"workspace: buffer {name!r}: expected sizes of at least 1, found {size!r}")
+        shape = (size,) if isinstance(size, int) else size
+        is_shape = isinstance(shape, Sequence) and len(shape) > 0 and all(type(n) is int and n > 0 for n in shape)
+        if not is_shape or isinstance(size, bytes):
+            raise WorkspaceError(
+                f"workspace: buffer {name!r}: expected sizes of at least 1, as a number of elements or a shape, found "
+                f"{size!r} ({_kind(size)})"
+            )
         if not isinstance(dtype, torch.dtype):
             raise WorkspaceError(f"workspace: buffer {name!r}: expected a torch dtype, found {dtype!r}")
+        try:
+            torch.empty(1, dtype=dtype).fill_(poison_of(dtype))
+        except (RuntimeError, TypeError):  # of quantised, packed and opaque types
+            raise WorkspaceError(f"workspace: buffer {name!r}: expected a dtype of numbers, found {dtype}") from None
         self._declared[name] = (math.prod(shape), dtype)
 
     def allocate(self) -> None:
         """Allocate all that was declared, and freeze. The thread that calls it is the one that may take.
 
-        Raises WorkspaceError the second time.
+        Raises WorkspaceError the second time, and where the memory is not to be had: then nothing is allocated.
         """
         if not self._is_open or self._thread is not None:
             state = "closed" if not self._is_open else "allocated already"
             raise WorkspaceError(f"workspace: allocate: expected one call, found the workspace {state}")
-        self._buffers = {
-            name: _Buffer(name, elements, dtype, self.device, self._is_debug)
-            for name, (elements, dtype) in self._declared.items()
-        }
+        buffers = {}
+        for name, (elements, dtype) in self._declared.items():
+            try:
+                buffers[name] = _Buffer(name, elements, dtype, self.device, self._is_debug)
+            except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has one of each for this
+                raise WorkspaceError(
+                    f"workspace: allocate: buffer {name!r}: expected {elements:,} elements of {dtype} "
+                    f"({elements * dtype.itemsize:,} B, {self.n_bytes:,} B with all that was declared) on "
+                    f"{self.device}, found no such memory: {_reason(error)}; declare less"
+                ) from None
+        self._buffers = buffers
         self._thread = get_ident()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
         """``with workspace.take(name, shape, dtype) as tensor``: a contiguous tensor of this shape, not initialised.
 
         Raises WorkspaceError for a buffer that was not declared, not allocated, of another dtype, too small or taken
-        already, and for a call from another thread than `allocate`'s.
+        already, for a shape that is no tuple of whole numbers of at least 0, and for a call from another thread than
+        `allocate`'s.
         """
+        if not isinstance(name, str):
+            raise WorkspaceError(f"workspace: buffer {name!r}: expected a name, found {_kind(name)}")
         buffer = self._buffers.get(name)
         if buffer is None or buffer.is_taken or buffer.dtype is not dtype or self._thread != get_ident():
             self._refuse(name, shape, dtype)
-        view = buffer.views.get(shape)
+        view = buffer.views.get(shape) if isinstance(shape, tuple) else None
         if view is None:
             view = self._new_view(buffer, shape)
         buffer.is_taken = True
@@ -133,8 +155,13 @@ class Workspace:
         return buffer
 
     def _new_view(self, buffer: _Buffer, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
+            raise WorkspaceError(
+                f"workspace: buffer {buffer.name!r}: expected a shape, a tuple of whole numbers of at least 0, found "
+                f"{shape!r} ({_kind(shape)})"
+            )
         elements = math.prod(shape)
-        if elements > buffer.elements or any(n < 0 for n in shape):
+        if elements > buffer.elements:
             raise WorkspaceError(
                 f"workspace: buffer {buffer.name!r}: expected at most {buffer.elements} elements as declared, found "
                 f"{list(shape)}, which is {elements}; declare the largest shape"
@@ -245,7 +272,34 @@ class Workspace:
 
 
 def _unused_message(names: tuple[str, ...]) -> str:
-    return f"workspace: expected every declared buffer to be taken, found never taken: {', '.join(names)}; remove them"
+    return (
+        f"workspace: expected every declared buffer to be taken, found never taken: {', '.join(names)}; remove them, "
+        "unless the backend that was chosen takes no scratch memory (`Kernels.attestation` names it)"
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)  # a device of a kind that this build of torch, or this machine, does not have
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError(f"this machine has {torch.cuda.device_count()} CUDA devices")
+    except (RuntimeError, TypeError, AssertionError, ModuleNotFoundError) as error:  # torch has one of each for this
+        raise WorkspaceError(
+            f"workspace: device: expected one of this machine, such as cpu, found {str(device)!r}: {_reason(error)}"
+        ) from None
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of what torch says, which goes on with advice on debugging."""
+    first = str(error).partition("\n")[0]
+    return first.partition(". ")[0].removesuffix(".") or type(error).__name__
+
+
+def _kind(value: object) -> str:
+    is_empty = isinstance(value, str | tuple | list) and not value
+    return f"an empty {type(value).__name__}" if is_empty else type(value).__name__
 
 
 def _not_copyable(verb: str) -> WorkspaceError:
