@@ -386,7 +386,7 @@ def test_dtypes_of_the_help_are_those_that_can_be_loaded():
 def test_trace_of_a_safe_run_is_fine(run, checkpoint):
     code, out, err = run("trace", checkpoint, "--prompt", PROMPT, "--top", 3)
     assert (code, err) == (0, "")
-    assert out.startswith("All values are finite in ") and "3 of 95 tensors, nearest to the limit" in out
+    assert out.startswith("All values are finite in ") and "3 of 106 tensors, nearest to the limit" in out
     assert len(out.splitlines()) == 2 + 1 + 2 + 3
 
 
@@ -396,13 +396,13 @@ def test_trace_of_an_overflow_names_op_and_cause_and_ends_with_1(run, checkpoint
     code, out, _ = run("trace", checkpoint, "--prompt", PROMPT, *choice, "--json", target)
     assert code == 1
     assert out.startswith("First value that is not finite: layers.00.gdn.decay, op gated_delta_rule\n")
-    assert "cause      exponent_overflow" in out and "12 of 95 tensors, not finite" in out
+    assert "cause      exponent_overflow" in out and "12 of 106 tensors, not finite" in out
     found = json.loads(target.read_text())
     shared = ["verdict", "where", "cause_id", "evidence", "ruled_out", "fix", "confidence"]
     assert list(found)[:7] == shared and list(found["where"]) == ["layer", "op", "tap", "token", "head"]
     assert found["where"]["tap"] == "layers.00.gdn.decay" and found["cause_id"] == "exponent_overflow"
     assert found["logits_bad_share"] == 1.0 and found["policy"]["exponent"] == "factored"
-    assert found["dtype"] == "bfloat16" and len(found["table"]) == 95
+    assert found["dtype"] == "bfloat16" and len(found["table"]) == 106
     assert found["table"][0]["tap"] == "embed" and found["table"][0]["layer"] is None
     assert found["table"][-1]["absmax"] is None and found["table"][-1]["first_bad"] == [0, 0, 0]
     assert {"op": "gated_delta_rule", "backend": "torch_chunk", "calls": 3} in found["backends"]
@@ -420,7 +420,7 @@ def test_trace_with_a_check_names_the_place_without_ranges(run, checkpoint):
     assert code == 1 and out.startswith("First value that is not finite: layers.00.gdn.decay, op gated_delta_rule\n")
     assert "cause      not_established" in out and "absmax" not in out and "first bad" in out
     code, out, _ = run("trace", checkpoint, "--prompt", PROMPT, "--check", "exact")
-    assert (code, out) == (0, "All values are finite in 95 tensors of 1 forward pass\n")
+    assert (code, out) == (0, "All values are finite in 106 tensors of 1 forward pass\n")
 
 
 def test_trace_with_a_sample_does_not_claim_what_it_has_not_seen(run, checkpoint, tmp_path):
@@ -428,7 +428,7 @@ def test_trace_with_a_sample_does_not_claim_what_it_has_not_seen(run, checkpoint
     arguments = ["trace", checkpoint, "--prompt", PROMPT, "--check", "sampled", "--json", target]
     code, out, _ = run(*arguments)
     unseen = "the first and last 64 values of each tensor were read, a fault elsewhere is not seen"
-    assert code == 0 and out == f"All sampled values are finite in 95 tensors of 1 forward pass; {unseen}\n"
+    assert code == 0 and out == f"All sampled values are finite in 106 tensors of 1 forward pass; {unseen}\n"
     code, out, _ = run(*arguments, "--policy", "factored")
     found = json.loads(target.read_text())
     assert code == 1 and unseen in found["verdict"] and found["check"] == "sampled"
@@ -455,6 +455,72 @@ def test_trace_counts_what_narrowing_casts_lose(run, checkpoint, tmp_path):
     code, out, _ = run(*arguments, "float64")
     assert "Narrowing casts: none in this pass." in out and json.loads(target.read_text())["casts"] == []
     assert "casts" not in json.loads(run("trace", checkpoint, "--ids", "1", "--json", "-")[1])
+
+
+def test_trace_with_flags_names_the_op_from_outside(run, checkpoint, tmp_path):
+    target = tmp_path / "verdict.json"
+    arguments = ["trace", checkpoint, "--prompt", PROMPT, "--check", "flags", "--json", target, "--policy"]
+    code, out, _ = run(*arguments, "factored")
+    found = json.loads(target.read_text())
+    assert code == 1 and out.startswith("First value that is not finite: layers.00.gdn.state, op gated_delta_rule\n")
+    assert "at least one of its values is not finite; check exact says how many" in out
+    assert found["where"]["token"] is None and found["cause_id"] == "not_established" and found["ruled_out"]
+    code, out, _ = run(*arguments, "safe", "--decode", 2)
+    assert (code, out) == (0, "All values are finite in 243 tensors of 3 forward passes\n")
+
+
+def test_trace_saves_what_is_selected(run, checkpoint, tmp_path):
+    from workbench.provenance import checkpoint_hash
+    from workbench.tracing.dump import read_trace
+
+    prompt = ",".join(map(str, range(1, 80)))
+    arguments = ["trace", checkpoint, "--ids", prompt, "--tap", "*.gdn.out", "--tap", "logits"]
+    arguments += ["--layers", "0,2-3", "--tokens", "70:75", "--decode", 2, "--steps", "0:2"]
+    code, out, err = run(*arguments, "--dump", tmp_path / "run", "--json", tmp_path / "verdict.json")
+    assert (code, err) == (0, "")
+    found = read_trace(tmp_path / "run")
+    assert [(tap, step) for tap, step, _ in found.tensors] == [("layers.00.gdn.out", 0), ("layers.02.gdn.out", 0)]
+    assert found.tensor("layers.02.gdn.out").shape[:2] == (1, 5)
+    assert found.origin.model_hash == checkpoint_hash(checkpoint)
+    assert f"{tmp_path / 'run'}: 2 tensors of 1 pass, {found.content['written_bytes']} bytes" in out
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["dump"]["tensors"] == 2 == len(verdict["table"])
+    code, out, _ = run(*arguments, "--dump", tmp_path / "run", "--cap", "1k")
+    assert code == 0 and "more did not fit and are listed in it" in out
+    assert len(read_trace(tmp_path / "run").content["left_out"]) > 0
+
+
+def test_trace_writes_the_ring_only_where_a_flag_trips(run, checkpoint, tmp_path):
+    from workbench.tracing.dump import read_trace
+
+    arguments = ["trace", checkpoint, "--prompt", PROMPT, "--check", "flags", "--dump", tmp_path / "run", "--ring", 2]
+    code, out, _ = run(*arguments, "--decode", 3)
+    assert code == 0 and "No flag tripped: nothing was written." in out and not (tmp_path / "run").exists()
+    code, out, _ = run(*arguments, "--policy", "factored")
+    assert code == 1 and read_trace(tmp_path / "run").content["tripped"][0]["tap"] == "layers.00.gdn.state"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "x"], "--layers: expected numbers and ranges such as 0-3,7, found 'x'"),
+        (["--layers", "9"], "layers: expected 0 to 3, found 9"),
+        (["--tap", "nothing"], "pattern 'nothing' matches no tap point"),
+        (["--tokens", "5:2"], "--tokens: expected A:B with A below B"),
+        (["--steps", "1"], "--steps: expected A:B with A below B"),
+        (["--cap", "0"], "--cap: expected a number of bytes such as 500M, found '0'"),
+        (["--ring", "2"], "--ring 2: expected at least 1, with --dump DIR"),
+        (["--ring", "0", "--dump", "x"], "--ring 0: expected at least 1"),
+        (["--decode", "2"], "--decode 2: expected a number of tokens, with --check float64, --check flags or --dump"),
+        (["--check", "float64", "--tap", "logits"], "expected neither a selection nor --dump"),
+        (["--check", "flags", "--steps", "0:1"], "check flags: expected neither"),
+        (["--dump", "README.md"], "expected a directory or nothing, found a file"),
+    ],
+)
+def test_an_unusable_selection_is_one_line(run, checkpoint, monkeypatch, options, message):
+    monkeypatch.chdir(ROOT)
+    code, out, err = run("trace", checkpoint, "--ids", "1,2", *options)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
 # ============================================================================================================

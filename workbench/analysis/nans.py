@@ -116,12 +116,13 @@ def axes_of(tap: str) -> list[str]:
 def locate(row: pd.Series, table: pd.DataFrame) -> Where:
     """The place of a row's first bad value.
 
-    Token and head are read off its index; of packed batches the token only with a time axis.
+    Token and head are read off its index, None without one; of packed batches the token only with a time axis.
     """
     layer, _ = taps.split_name(row["tap"])
     index: dict[str, int] = {}
-    for axis, position in zip(axes_of(row["tap"]), row["first_bad"], strict=True):
-        index.setdefault(axis, position)  # of two chunk axes the first is the row that is computed
+    if row["first_bad"] is not None:  # flags know the tensor alone
+        for axis, position in zip(axes_of(row["tap"]), row["first_bad"], strict=True):
+            index.setdefault(axis, position)  # of two chunk axes the first is the row that is computed
     head = index.get("V", index.get("heads"))
     token = index.get("T", _token_of_index(index, row, table))
     return Where(layer=layer, op=OP_OF_TAP[relative_name(row["tap"])], tap=row["tap"], token=token, head=head)
@@ -150,6 +151,7 @@ def _token_of_index(index: dict[str, int], row: pd.Series, table: pd.DataFrame) 
 SEEN = {
     "statistics": ("values", ""),
     "exact": ("values", ""),
+    "flags": ("values", ""),
     "sampled": (
         "sampled values", "; the first and last 64 values of each tensor were read, a fault elsewhere is not seen"
     ),
@@ -162,8 +164,8 @@ def diagnose(table: pd.DataFrame, policy: NumericsPolicy, check: str = "statisti
     The cause is named in one case, where the order of tap points leaves no other: everything up to and
     including the cumulative sum is finite, the pairwise decay made from it is not, the sum passes the limit
     of exp, and the policy's form is one that overflows there. Otherwise the first bad op is a place, and
-    the cause is NOT_ESTABLISHED: so too with the checks `exact` and `sampled`, which measure no range, and with
-    `sampled` the place is the first that the sample met.
+    the cause is NOT_ESTABLISHED: so too with the checks `exact`, `flags` and `sampled`, which measure no range. With
+    `sampled` the place is the first that the sample met; `flags` sees ops from outside and neither token nor head.
     """
     values, unseen = SEEN[check]
     row = first_bad(table)
@@ -178,10 +180,13 @@ def diagnose(table: pd.DataFrame, policy: NumericsPolicy, check: str = "statisti
     share = float(bad_share(pd.DataFrame([row])).iloc[0])
     before = int((table.index < row.name).sum())
     sentence = f"First value that is not finite: {row['tap']}, op {where.op}{unseen}"
-    evidence = [
-        f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])}): {100 * share:.3g} % of its {values} are "
-        f"not finite, the first at index {tuple(row['first_bad'])}"
-    ]
+    what = f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])})"
+    if check == "flags":
+        evidence = [f"{what}: at least one of its values is not finite; check exact says how many and which is first"]
+    else:
+        evidence = [
+            f"{what}: {100 * share:.3g} % of its {values} are not finite, the first at index {tuple(row['first_bad'])}"
+        ]
     ruled_out = [f"the {before} tensors computed before it in this trace are finite"] if not unseen else []
     cause = _exponent_overflow(row, table, policy)
     if cause is None:

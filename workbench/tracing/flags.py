@@ -80,7 +80,7 @@ class _Lane:
     def of(cls, points: int, dtype: torch.dtype, device: torch.device) -> _Lane:
         low = torch.full((points,), math.inf, dtype=dtype, device=device)
         high = torch.full((points,), -math.inf, dtype=dtype, device=device)
-        return cls(low, high, [low[i] for i in range(points)], [high[i] for i in range(points)])
+        return cls(low, high, low.unbind(), high.unbind())
 
 
 class Flags:
@@ -96,13 +96,13 @@ class Flags:
         self.points, self.steps, self.device = tuple(points), steps, torch.device(device)
         self.index = {name: number for number, name in enumerate(self.points)}
         self._lanes: dict[torch.dtype, _Lane] = {}
-        with torch.inference_mode(False):  # written in inference mode and out of it
+        with torch.inference_mode(False), torch.no_grad():  # written in inference mode and out of it
             self.words = torch.full((len(points), WORDS), UNWRITTEN, dtype=torch.int32, device=device)
             self.ring = torch.full((steps, len(points), WORDS), UNWRITTEN, dtype=torch.int32, device=device)
             self.count = torch.zeros(1, dtype=torch.int64, device=device)
             #: On a CPU the norm of each point, below 0 where there is none: as 0-d tensors, and as the host reads it.
             self._norm = torch.full((len(points),), -1.0)
-        self._norms, self._norm_array = [self._norm[i] for i in range(len(points))], self._norm.numpy()
+            self._norms, self._norm_array = self._norm.unbind(), self._norm.numpy()
         self._written: set[int] = set()
         #: What each point last held, and the same for each pass that the host has seen: (dtype, shape) by point.
         self._kinds: dict[int, tuple[torch.dtype, torch.Size]] = {}
@@ -145,7 +145,7 @@ class Flags:
     def _lane(self, dtype: torch.dtype) -> _Lane:
         lane = self._lanes.get(dtype)
         if lane is None:
-            with torch.inference_mode(False):  # written in inference mode and out of it
+            with torch.inference_mode(False), torch.no_grad():  # written in inference mode and out of it
                 lane = self._lanes[dtype] = _Lane.of(len(self.points), dtype, self.device)
         return lane
 

@@ -43,7 +43,8 @@ class _Pass:
 
 
 class FlightRecorder:
-    """`passes` held, `bytes` of them, `tripped` (pass, tap point) of the first bad pass, `path` of the bundle written.
+    """`passes` held, `bytes` of them, `tripped` (pass, tap point) of the first bad pass, `path` of the bundle written
+    last and `written`, what is in it; None before.
 
     `dump(path)` writes what is held at any time.
     """
@@ -57,6 +58,7 @@ class FlightRecorder:
         self.bytes = 0
         self.tripped: list[tuple[int, str]] = []
         self.path: Path | None = None
+        self.written: TraceWriter | None = None
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class FlightRecorder:
             unfinished.content.update(writer.content(self.select, last + 1))
             unfinished.content["tripped"] = [{"step": step, "tap": tap} for step, tap in self.tripped]
             unfinished.content["backends_run"] = list(origin_of(self.model).backends)
-        self.path = Path(path)
+        self.path, self.written = Path(path), writer
         return self.path
 
     def _open(self, step: int) -> None:

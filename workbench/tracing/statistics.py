@@ -10,9 +10,9 @@ its dtype:
     frac_near_limit                        share of n that is finite with |x| > L / 2, one doubling from inf
     first_bad                              index of the first value (row-major) that is not finite, or None
 
-Limits are those of the tensor's own dtype, moments are taken in float64 of x / absmax, so neither the
-squares of large float64 values nor the sums of float16 ones can overflow. An empty tensor has NaN
-statistics and zero shares.
+Limits are those of the tensor's own dtype, moments are taken in float64 (where squares of float64 values would leave
+its range or values are not finite: of x / absmax), so neither the squares of large float64 values nor the sums of
+float16 ones can overflow. An empty tensor has NaN statistics and zero shares.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ NEAR_LIMIT_SHARE = 0.5
 #: Values that are widened to float64 at a time, so that statistics of large logits need no second copy of
 #: them.
 BLOCK_VALUES = 1 << 22
+
+#: On a CPU as many as stay in the cache while they are read several times.
+CPU_BLOCK_VALUES = 1 << 15
+
+#: Magnitudes whose squares and sums of squares are normal float64 numbers.
+_SAFE_SQUARES = (1e-140, 1e140)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ def describe(x: Tensor) -> Statistics:
     flat = x.detach().reshape(-1)
     if flat.dtype.itemsize == 1:
         flat = flat.float()  # 8-bit formats have no comparisons of their own; the limits above stay theirs
+    if (found := _describe_finite(flat, limits)) is not None:
+        return found
     finite = torch.isfinite(flat)
     magnitude = flat.abs()
     low = torch.where(finite, flat, torch.inf).amin()
@@ -89,6 +97,41 @@ def describe(x: Tensor) -> Statistics:
     absmax = max(abs(low), abs(high))
     mean, rms = _moments(flat, finite, absmax, n_finite) if absmax > 0.0 else (0.0, 0.0)
     return Statistics(low, high, absmax, mean, rms, *shares, first_bad)
+
+
+def _describe_finite(flat: Tensor, limits: torch.finfo) -> Statistics | None:
+    """The statistics where every value is finite, block by block in few passes and one read of the results; else None.
+
+    A sum of squares in float64 is finite only where every value is, and every narrower format stays within its range.
+    """
+    on_cpu = flat.device.type == "cpu"
+    smallest = limits.smallest_normal
+    below = float(torch.nextafter(torch.tensor(smallest, dtype=flat.dtype), torch.zeros((), dtype=flat.dtype)))
+    none = torch.zeros((), dtype=torch.float64, device=flat.device)
+    parts: list[Tensor] = []
+    for block in flat.split(min(BLOCK_VALUES, CPU_BLOCK_VALUES) if on_cpu else BLOCK_VALUES):
+        wide, magnitude = block.double(), block.abs()
+        tiny = none
+        if not (on_cpu and float(magnitude.amin()) >= smallest):
+            # Values up to `below` become zero: a comparison writes a mask, which takes longer than all the rest.
+            kept = torch.count_nonzero(torch.threshold_(magnitude, below, 0.0))
+            tiny = (block.numel() - kept).double()
+        parts += [wide.sum(), torch.dot(wide, wide), block.amin().double(), block.amax().double(), tiny]
+    rows = torch.stack(parts).view(-1, 5).tolist()
+    total, squares, low, high, tiny = zip(*rows, strict=True)
+    if not math.isfinite(sum(squares)):
+        return None
+    values, low, high = flat.numel(), min(low), max(high)
+    absmax = max(abs(low), abs(high))
+    if flat.dtype == torch.float64 and not (_SAFE_SQUARES[0] < absmax < _SAFE_SQUARES[1]):
+        return None
+    zeros = values - int(torch.count_nonzero(flat)) if sum(tiny) else 0
+    near = NEAR_LIMIT_SHARE * limits.max
+    n_near = int(torch.count_nonzero(flat.abs() > near)) if absmax > near else 0
+    return Statistics(
+        low, high, absmax, sum(total) / values, math.sqrt(sum(squares) / values), 0.0, 0.0, 0.0,
+        zeros / values, (sum(tiny) - zeros) / values, n_near / values, None,
+    )  # fmt: skip
 
 
 def _moments(flat: Tensor, finite: Tensor, absmax: float, n_finite: float) -> tuple[float, float]:
