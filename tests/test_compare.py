@@ -441,6 +441,12 @@ def test_the_command_ends_with_the_code_of_the_verdict(checkpoint, capsys, tmp_p
     assert code == 0 and out.startswith("same") and (tmp_path / "d" / "comparison.json").is_file()
 
 
+def test_the_command_explains_itself(capsys):
+    code, out = command(capsys, "--help")
+    assert code == 0 and "hf for transformers" in " ".join(out.split())
+    assert "example:\n  workbench compare data/miniature --a torch_chunk --b torch_recurrent" in out
+
+
 def test_the_command_refuses_in_one_line(checkpoint, capsys):
     for words in (
         [checkpoint, "--a", "nosuch", "--b", "auto", "--ids", "1"], [checkpoint, "--a", "auto", "--ids", "1"],

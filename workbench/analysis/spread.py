@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -69,5 +70,26 @@ def exponent_table(tensors: Mapping[str, Tensor]) -> pd.DataFrame:
         frames.append(pd.DataFrame({
             "tap": tap, "dtype": str(tensor.dtype).removeprefix("torch."), "exponent": exponents.tolist(),
             "share": (counts.double() / max(values.numel(), 1)).tolist(),
+        }))  # fmt: skip
+    return pd.concat(frames, ignore_index=True)
+
+
+def exponents_of(table: pd.DataFrame, names: Sequence[str], step: int = 0) -> pd.DataFrame:
+    """`exponent_table` of one pass from the table of ``trace(model, histogram=True)``; `names` are full names.
+
+    Subnormal values count under one exponent. Raises InputError for a table without histograms or without a name.
+    """
+    if "exponents" not in table:
+        raise InputError("spread: expected a trace with histograms, found none; open it with histogram=True")
+    frames = []
+    for name in names:
+        rows = table[(table["tap"] == name) & (table["step"] == step)]
+        if rows.empty:
+            raise InputError(f"spread: expected {name} in pass {step} of the trace, found none")
+        row = rows.iloc[-1]
+        counts = dict(row["exponents"])
+        frames.append(pd.DataFrame({
+            "tap": name, "dtype": row["dtype"], "exponent": list(counts),
+            "share": [count / max(math.prod(row["shape"]), 1) for count in counts.values()],
         }))  # fmt: skip
     return pd.concat(frames, ignore_index=True)

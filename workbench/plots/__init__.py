@@ -25,6 +25,7 @@ from workbench.plots.routing import (
     router_flips,
     routing_probe,
 )
+from workbench.plots.tracing import depth_ranges, exponent_histograms, nan_spread, stage_map, step_timeline
 from workbench.plots.training import training_curve
 
 __all__ = [
@@ -33,9 +34,12 @@ __all__ = [
     "Plate",
     "cumsum_paths",
     "depth_lines",
+    "depth_ranges",
+    "exponent_histograms",
     "gate_ranges",
     "layer_times",
     "load_maps",
+    "nan_spread",
     "numerics_probe",
     "pair_maps",
     "path_times",
@@ -45,7 +49,9 @@ __all__ = [
     "row_spread",
     "sampled_map",
     "share_maps",
+    "stage_map",
     "state_drift",
+    "step_timeline",
     "training_curve",
     "triggers",
 ]

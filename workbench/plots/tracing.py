@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -202,7 +203,7 @@ def depth_ranges(table: pd.DataFrame, names: Sequence[str] = DEPTH_TAPS, step: i
 def exponent_histograms(table: pd.DataFrame, columns: int = 4) -> Plate:
     """Share of values by binary exponent, a panel for each tap point, with the range of float16's normal numbers.
 
-    From `analysis.spread.exponent_table`: tap, dtype, exponent, share.
+    From `analysis.spread.exponent_table` (tensors) or `exponents_of` (a trace): tap, dtype, exponent, share.
     """
     names = list(dict.fromkeys(table["tap"]))
     columns = min(columns, max(len(names), 1))
@@ -225,9 +226,12 @@ def exponent_histograms(table: pd.DataFrame, columns: int = 4) -> Plate:
                     bar.set(hatch="////", edgecolor=CARD, linewidth=0.0)
             for edge in (least - 0.5, most + 0.5):
                 axes.axvline(edge, color=RED, linewidth=0.9, linestyle=(0, (4, 2)))
-            axes.set_title(f"{_short(name)}: {100 * below[name]:.2g} % outside", fontsize=8.0, fontweight="normal")
+            axes.set_title(_short(name), fontsize=8.5)
+            if below[name]:
+                axes.annotate(f"{100 * below[name]:.2g} % outside", (0.03, 0.97), xycoords="axes fraction", va="top",
+                              fontsize=8)  # fmt: skip
             axes.set_yscale("log")
-            axes.set_ylim(0.001, 100)
+            axes.set_ylim(0.001, 400)
             axes.set_xlim(min(low, least - 2), max(high, most + 2))
             if place + columns >= len(names):
                 axes.set_xlabel("exponent")
@@ -252,6 +256,22 @@ def exponent_histograms(table: pd.DataFrame, columns: int = 4) -> Plate:
 # ---- the spread of a NaN
 
 
+def _hatch(axes, grid: pd.DataFrame) -> None:
+    """Hatch the runs of tokens that are partly or wholly not finite, head by head."""
+    for y, row in enumerate(grid.to_numpy()):
+        start = 0
+        for kind, run in itertools.groupby(np.where(row == 1, "xxx", np.where(row > 0, "///", ""))):
+            width = len(list(run))
+            if kind:
+                edge = CARD if kind == "xxx" else GREY
+                axes.add_patch(
+                    Rectangle(
+                        (start - 0.5, y - 0.5), width, 1, fill=False, hatch=str(kind), edgecolor=edge, linewidth=0.0
+                    )
+                )
+            start += width
+
+
 def nan_spread(spread: pd.DataFrame, chunk: int | None = None, columns: int = 4) -> Plate:
     """Which tokens and heads are not finite, a small panel for each tap point in the order of computation.
 
@@ -274,6 +294,7 @@ def nan_spread(spread: pd.DataFrame, chunk: int | None = None, columns: int = 4)
             heads, tokens = grid.shape
             image = axes.imshow(grid, cmap=colors, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
                                 extent=(-0.5, tokens - 0.5, heads - 0.5, -0.5))  # fmt: skip
+            _hatch(axes, grid)
             if chunk is not None:
                 for edge in range(chunk, tokens, chunk):
                     axes.axvline(edge - 0.5, color=CARD, linewidth=1.0)
@@ -290,6 +311,11 @@ def nan_spread(spread: pd.DataFrame, chunk: int | None = None, columns: int = 4)
             bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=18, pad=0.01)
             bar.set_label("share not finite")
             bar.outline.set_visible(False)
+            handles = [
+                Patch(facecolor="#f3b08a", edgecolor=GREY, hatch="///", linewidth=0.0, label="partly not finite"),
+                Patch(facecolor=RED, edgecolor=CARD, hatch="xxx", linewidth=0.0, label="nothing finite"),
+            ]
+            figure.legend(handles=handles, loc="outside lower center", ncols=2)
     first = next((name for name in names if sums[name]), None)
     if first is None:
         return finished(figure, f"All values of the {len(names)} tensors shown are finite.", "Maps of tokens by heads")
