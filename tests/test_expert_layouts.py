@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import mini
+from models import mini, mini_next
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,7 @@ from workbench.checkpoint import (
     convert,
     detect_layout,
     expected_tensors,
+    expert_assumptions,
     from_canonical,
     read_checkpoint,
     to_canonical,
@@ -340,7 +341,10 @@ def test_files_of_others_are_read_by_names_and_shapes(layout, config, weights, t
     assert_read(read_checkpoint(tmp_path), weights, layout)
 
 
-@pytest.mark.parametrize("hidden", [64, 32], ids=["2I=D", "I=D"])
+OPEN_WIDTHS = pytest.mark.parametrize("hidden", [64, 32], ids=["2I=D", "I=D"])
+
+
+@OPEN_WIDTHS
 def test_open_shapes_in_files(hidden, tmp_path):
     """What the family publishes is read, with a note; all else has to be named, or be named by the file."""
     config = ModelConfig.from_hf(mini(dtype="bfloat16", hidden_size=hidden))
@@ -349,7 +353,9 @@ def test_open_shapes_in_files(hidden, tmp_path):
         write_checkpoint(tmp_path, config, weights, expert_layout=layout)
         assert_read(read_checkpoint(tmp_path), weights, layout)
         rewrite(tmp_path)
-        assert_read(read_checkpoint(tmp_path, expert_layout=layout), weights, layout)
+        told = read_checkpoint(tmp_path, expert_layout=layout)
+        assert_read(told, weights, layout)
+        assert not told.accounting.assumptions
         if layout != "stacked":
             message = refusal(read_checkpoint, tmp_path)
             assert f"equals hidden_size ({hidden})" in message and str(tmp_path) in message
@@ -357,20 +363,77 @@ def test_open_shapes_in_files(hidden, tmp_path):
     checkpoint = read_checkpoint(tmp_path)
     assert_read(checkpoint, weights, "stacked")
     (note,) = checkpoint.accounting.notes
-    assert "may be its transpose; taken as stacked" in note
+    assert "may be its transpose; taken as stacked, as published checkpoints of qwen3_5_moe have it" in note
+    assert (note,) == checkpoint.accounting.assumptions == expert_assumptions(tmp_path)
     assert "expected shape" in refusal(read_checkpoint, tmp_path, expert_layout="transposed")
 
 
-def test_the_layout_told_wins_over_the_file(config, weights, tmp_path):
-    write_checkpoint(tmp_path, config, weights, expert_layout="stacked_interleaved")
-    rewrite(tmp_path, metadata={"expert_layout": "stacked"})
-    wrong, right = read_checkpoint(tmp_path), read_checkpoint(tmp_path, expert_layout="stacked_interleaved")
-    name = "layers.0.mlp.experts.gate_up_proj"
-    assert torch.equal(right.tensors[name], weights[name]) and not torch.equal(wrong.tensors[name], weights[name])
+OTHER_NAMES = {
+    "other block": lambda name: name.replace(".mlp.experts.", ".block_sparse_moe.experts."),
+    ".weight": lambda name: name + ".weight" if ".experts." in name else name,
+    "_weight": lambda name: name + "_weight" if ".experts." in name else name,
+    "one of two": lambda name: name + ".weight" if name.endswith("experts.down_proj") else name,
+}
+
+
+@OPEN_WIDTHS
+@pytest.mark.parametrize("rename", OTHER_NAMES.values(), ids=OTHER_NAMES)
+def test_open_shapes_under_names_that_the_family_does_not_publish(rename, hidden, tmp_path):
+    config = ModelConfig.from_hf(mini(dtype="bfloat16", hidden_size=hidden))
+    weights = random_weights(config)
+    write_checkpoint(tmp_path, config, weights)
+    rewrite(tmp_path, rename)
+    message = refusal(read_checkpoint, tmp_path)
+    assert f"equals hidden_size ({hidden})" in message and "--expert-layout" in message
+    assert message == refusal(workbench.load, tmp_path) == refusal(expert_assumptions, tmp_path)
+    assert_read(read_checkpoint(tmp_path, expert_layout="stacked"), weights, "stacked")
+
+
+@OPEN_WIDTHS
+def test_open_shapes_in_a_family_that_publishes_no_stack(hidden, tmp_path):
+    config = ModelConfig.from_hf(mini_next(dtype="bfloat16", hidden_size=hidden))
+    weights = random_weights(config)
+    write_checkpoint(tmp_path, config, weights, expert_layout="stacked")
+    assert not read_checkpoint(tmp_path).accounting.assumptions  # the metadata says it
+    rewrite(tmp_path)
+    assert f"equals hidden_size ({hidden})" in refusal(read_checkpoint, tmp_path)
+    write_checkpoint(tmp_path, config, weights)
+    rewrite(tmp_path)
+    assert not read_checkpoint(tmp_path).accounting.notes
+
+
+@pytest.mark.parametrize("recorded", LAYOUTS)
+def test_a_layout_told_against_the_metadata_is_refused(recorded, config, weights, tmp_path):
+    write_checkpoint(tmp_path, config, weights, expert_layout=recorded)
+    for told in LAYOUTS:
+        if told == recorded:
+            assert_read(read_checkpoint(tmp_path, expert_layout=told), weights, told)
+            continue
+        message = refusal(read_checkpoint, tmp_path, expert_layout=told)
+        assert f"model.safetensors: metadata expert_layout: expected {told} as told" in message
+        assert f"found that it says {recorded}; leave the option out" in message
+        assert message == refusal(workbench.load, tmp_path, expert_layout=told)
+
+
+@pytest.mark.parametrize("recorded", [*LAYOUTS, "gguf", ""])
+def test_metadata_against_the_names_is_refused(recorded, config, weights, tmp_path):
+    """Names of one tensor or several show more than what was written beside them."""
+    write_checkpoint(tmp_path, config, weights)
+    rewrite(tmp_path, metadata={"expert_layout": recorded})
+    if recorded in ("stacked", "stacked_interleaved"):
+        found = read_checkpoint(tmp_path).accounting.expert_layouts
+        assert {layout for _, layout in found} == {recorded}
+        return
+    message = refusal(read_checkpoint, tmp_path)
+    if recorded.startswith("transposed"):  # the same names
+        assert "expected shape" in message
+    else:
+        assert "metadata expert_layout: expected stacked or transposed or" in message and f"{recorded!r}" in message
 
 
 def test_layouts_that_no_file_has(config, weights, tmp_path):
     write_checkpoint(tmp_path, config, weights)
+    rewrite(tmp_path)
     message = refusal(read_checkpoint, tmp_path, expert_layout="w13_w2")
     assert "expected experts in the layout w13_w2, which was named, found stacked" in message
     assert "expert layout: expected one of" in refusal(read_checkpoint, tmp_path, expert_layout="gguf")
@@ -383,7 +446,8 @@ def test_shards_whose_metadata_differ(config, weights, tmp_path):
         tensors = load_file(shard)
         shard.unlink()
         save_file(tensors, shard, metadata={"expert_layout": "w1_w2_w3_per_expert"})
-    assert "metadata expert_layout: expected 'w1_w2_w3" in refusal(read_checkpoint, tmp_path)
+    for told in (None, *LAYOUTS):
+        assert "metadata expert_layout: expected " in refusal(read_checkpoint, tmp_path, expert_layout=told)
 
 
 def test_wrong_slots_and_gaps_in_files(config, weights, tmp_path):
@@ -436,3 +500,31 @@ def test_inspect_names_the_layout(tmp_path, capsys):
     assert main(["inspect", str(tmp_path), "--expert-layout", "transposed", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["expert_layouts"]["layers.0.mlp.experts"] == "transposed"
     assert main(["inspect", str(tmp_path), "--expert-layout", "gguf"]) == 2
+
+
+def test_commands_say_what_they_took_on_the_familys_word(tmp_path, capsys):
+    from workbench.cli import main
+
+    config = ModelConfig.from_hf(mini(dtype="bfloat16"))  # 2I == D
+    write_checkpoint(tmp_path, config, random_weights(config))
+    said = "2 x moe_intermediate_size equals hidden_size (64): gate_up_proj may be its transpose; taken as"
+
+    def notes(*arguments):
+        assert main([str(argument) for argument in arguments]) == 0
+        captured = capsys.readouterr()
+        return [line for line in (captured.out + captured.err).splitlines() if said in line]
+
+    commands = [
+        ("inspect", tmp_path),
+        ("generate", tmp_path, "--ids", "1,2,3", "--max-new-tokens", "1"),
+        ("trace", tmp_path, "--ids", "1,2,3"),
+        ("sweep", tmp_path, "--ids", "1,2,3", "--metric", "finite"),
+    ]
+    for command in commands:
+        assert notes(*command) == []  # the metadata says it
+    rewrite(tmp_path)
+    for command in commands:
+        (note,) = notes(*command)
+        assert note.endswith("taken as stacked, as published checkpoints of qwen3_5_moe have it"), command
+        if command[0] != "sweep":
+            assert notes(*command, "--expert-layout", "stacked") == []

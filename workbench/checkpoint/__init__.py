@@ -17,7 +17,7 @@ from workbench.checkpoint.expert_layouts import (
     to_canonical,
 )
 from workbench.checkpoint.layout import SKIP_REASONS, canonical_name, expected_tensors
-from workbench.checkpoint.read import Checkpoint, read_checkpoint
+from workbench.checkpoint.read import Checkpoint, expert_assumptions, read_checkpoint
 from workbench.checkpoint.write import write_checkpoint
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "convert",
     "detect_layout",
     "expected_tensors",
+    "expert_assumptions",
     "from_canonical",
     "layout_named",
     "read_checkpoint",

@@ -53,6 +53,7 @@ class Accounting:
     notes: tuple[str, ...] = ()  # files left alone, settings taken from the weights
     narrowing: tuple["NarrowedTensor", ...] = ()
     expert_layouts: tuple[tuple[str, str], ...] = ()  # (experts of a layer, layout that the files hold them in)
+    assumptions: tuple[str, ...] = ()  # those of the notes on what the weights mean: layouts taken on the family's word
 
     def __post_init__(self) -> None:
         accounted = dict.fromkeys((file.name for file in self.files), 0)

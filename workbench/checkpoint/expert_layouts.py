@@ -17,7 +17,10 @@ shows the order of rows, so these are never detected, only told.
 Names may end in `.weight` or `_weight` in every layout, and may have a prefix that ends in `experts.`. What shapes
 leave open is refused, not guessed: 2I == D or I == D where a stack may be its own transpose, and I == D where `w1`,
 `w2` and `w3` are all square (projects differ in which of them is down). `per_expert` and `w13_w2_per_expert` are never
-open: their names say which matrix it is, and a linear layer's weight is [out, in].
+open: their names say which matrix it is, and a linear layer's weight is [out, in]. Functions of this module know only
+names and shapes and make no exception. Reading a checkpoint (`read_checkpoint`) knows two things more: what a file's
+metadata says (`expert_layout`), and the family, which fixes the layout of the names of its published checkpoints; the
+latter is told in a note.
 
 Every function here moves bits and computes nothing, so it holds for any dtype, NaN and 8-bit floats included.
 """

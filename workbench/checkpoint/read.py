@@ -48,9 +48,12 @@ from workbench.checkpoint.layout import (
 from workbench.config import ModelConfig, read_json_object
 from workbench.errors import CheckpointError
 
-# dtype name of the file format -> torch dtype, for those the model can hold
 # Key under which this program's files name the layout of their experts, which shapes alone may leave open.
 LAYOUT_KEY = "expert_layout"
+# Family -> (names of stored expert tensors, their layout) in its published checkpoints. Those of qwen3_next are
+# `per_expert`, which shapes never leave open.
+PUBLISHED_EXPERTS = {"qwen3_5_moe": (re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)"), STACKED)}
+# dtype name of the file format -> torch dtype, for those the model can hold
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -64,14 +67,18 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """What to do with every stored tensor, decided before any data is read."""
 
+    config: ModelConfig
+    files: list[StoredFile]
+    notes: list[str]
     sources: dict[str, list[StoredTensor]]  # canonical name -> stored tensors in the order of its form
     rows: list[AccountingRow]
     tied_head: StoredTensor | None = None  # to be compared with the embedding
     layouts: dict[str, Layout] = field(default_factory=dict)  # experts of a layer -> how the files hold them
-    notes: list[str] = field(default_factory=list)
+    recorded: list[tuple[Layout, Path]] = field(default_factory=list)  # what metadata says of them, and where
+    assumptions: list[str] = field(default_factory=list)  # layouts that neither shapes nor metadata nor the caller tell
 
 
 def read_checkpoint(
@@ -93,8 +100,10 @@ def read_checkpoint(
     Every narrowing cast is recorded in `accounting.narrowing`. The `allow_*` arguments are globs over
     canonical or stored names; `skip` maps globs over stored names to the reason for not reading them.
     expert_layout: how the files hold experts (`expert_layouts.LAYOUTS`), for all layers whose names are those
-    of that layout. None takes it from the file's metadata, else from names and shapes. Where the shapes leave
-    it open, only what the family publishes (`stacked`) is taken, with a note; all else has to be named.
+    of that layout; files whose metadata names another are refused. None takes it from the metadata, else from
+    names and shapes. Where 2I == D or I == D leaves a stack open, it has to be named, with one exception:
+    tensors of a `qwen3_5_moe` configuration named `mlp.experts.gate_up_proj` and `down_proj`, as that family's
+    published checkpoints have them, are `stacked` as there; `accounting.assumptions` says so.
 
     All headers are checked before the first tensor is read. Raises `ConfigError` or `CheckpointError` with
     file, tensor, expected and found for damage, wrong shapes or dtypes, NaN or Inf, and for tensors that are
@@ -104,6 +113,41 @@ def read_checkpoint(
     multi-token-prediction head. A configuration that does not say whether there is such a head takes the
     answer from the weights.
     """
+    if dtype is not None and dtype not in FLOAT_DTYPES.values():
+        names = ", ".join(map(str, FLOAT_DTYPES.values()))
+        raise CheckpointError(f"dtype: expected one of {names}, found {dtype}")
+    plan = plan_from_headers(
+        path, config=config, skip=skip, allow_unexpected=allow_unexpected, allow_missing=allow_missing,
+        expert_layout=expert_layout,
+    )  # fmt: skip
+    config = plan.config
+    with ExitStack() as stack:
+        reader = _Reader(stack, globs(allow_nonfinite))
+        tensors, narrowing = _assemble(config, plan, reader, dtype)
+        if plan.tied_head is not None:
+            _check_tied_head(plan.tied_head, plan.sources.get("embed_tokens.weight", [None])[0], reader)
+    layouts = tuple((block, layout.name) for block, layout in plan.layouts.items())
+    accounting = Accounting(
+        tuple(plan.rows), file_bytes_of(plan.files), tuple(plan.notes), narrowing, layouts, tuple(plan.assumptions)
+    )
+    return Checkpoint(config, tensors, accounting)
+
+
+def expert_assumptions(path: str | Path) -> tuple[str, ...]:
+    """`Accounting.assumptions` of a complete checkpoint from its headers alone. Raises as `read_checkpoint`."""
+    return tuple(plan_from_headers(path).assumptions)
+
+
+def plan_from_headers(
+    path: str | Path,
+    *,
+    config: ModelConfig | None = None,
+    skip: Mapping[str, str] = SKIP_REASONS,
+    allow_unexpected: Iterable[str] = (),
+    allow_missing: Iterable[str] = (),
+    expert_layout: str | Layout | None = None,
+) -> Plan:
+    """Check all that shows without reading a tensor. Arguments and errors are those of `read_checkpoint`."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: not found; expected a checkpoint directory or a .safetensors file")
@@ -111,23 +155,14 @@ def read_checkpoint(
     _refuse_quantised(path, config)
     if config is None:
         config = ModelConfig.from_file(path if path.is_dir() else path.with_name("config.json"))
-    if dtype is not None and dtype not in FLOAT_DTYPES.values():
-        names = ", ".join(map(str, FLOAT_DTYPES.values()))
-        raise CheckpointError(f"dtype: expected one of {names}, found {dtype}")
     files, notes = list_files(path)
     config, note = _settle_mtp(config, files, missing_globs)
     notes += [note] if note else []
     told = None if expert_layout is None else layout_named(expert_layout)
-    plan = _make_plan(path, config, files, dict(skip), globs(allow_unexpected), missing_globs, told)
-    notes += plan.notes
-    with ExitStack() as stack:
-        reader = _Reader(stack, globs(allow_nonfinite))
-        tensors, narrowing = _assemble(config, plan, reader, dtype)
-        if plan.tied_head is not None:
-            _check_tied_head(plan.tied_head, plan.sources.get("embed_tokens.weight", [None])[0], reader)
-    layouts = tuple((block, layout.name) for block, layout in plan.layouts.items())
-    accounting = Accounting(tuple(plan.rows), file_bytes_of(files), tuple(notes), narrowing, layouts)
-    return Checkpoint(config, tensors, accounting)
+    plan = Plan(config, files, notes, sources={}, rows=[])
+    _fill_plan(path, plan, dict(skip), globs(allow_unexpected), missing_globs, told)
+    plan.notes += plan.assumptions
+    return plan
 
 
 def _refuse_quantised(path: Path, config: ModelConfig | None) -> None:
@@ -169,15 +204,15 @@ def _settle_mtp(
 # ============================================================================================================
 
 
-def _make_plan(
+def _fill_plan(
     path: Path,
-    config: ModelConfig,
-    files: list[StoredFile],
+    plan: Plan,
     skip: dict[str, str],
     allow_unexpected: list[str],
     allow_missing: list[str],
     told: Layout | None,
-) -> _Plan:
+) -> None:
+    config, files = plan.config, plan.files
     expected = expected_tensors(config)
     blocks: dict[str, dict[str, StoredTensor]] = {}  # experts of a layer -> layout's key -> stored tensor
     for name in expected:
@@ -187,7 +222,6 @@ def _make_plan(
     source_shapes: dict[str, tuple[int, ...]] = {}
     for form in (form for group in forms.values() for form in group):
         source_shapes |= form.sources
-    plan = _Plan(sources={}, rows=[])
     given: dict[str, StoredTensor] = {}  # source name -> stored tensor
     refused: list[str] = []
     for tensor in (tensor for file in files for tensor in file.tensors):
@@ -221,7 +255,7 @@ def _make_plan(
         if name not in forms:
             block, key = split_name(name)
             if key == STACKED.keys(config)[0]:  # the first of a layer's experts stands for all
-                missing += _plan_experts(config, plan, block, blocks[block], told, files)
+                missing += _plan_experts(config, plan, block, blocks[block], told)
                 given |= {f"{block}.{key}": tensor for key, tensor in blocks[block].items()}
             continue
         present = [form for form in forms[name] if any(source in given for source in form.sources)]
@@ -238,6 +272,8 @@ def _make_plan(
             plan.sources[name] = [given[source] for source in form.sources]
             _check_one_dtype(name, plan.sources[name])
     if told is not None and told not in plan.layouts.values():
+        if plan.recorded:
+            raise _told_otherwise(told, *plan.recorded[0])
         found = ", ".join(sorted({layout.name for layout in plan.layouts.values()})) or "no experts"
         raise CheckpointError(f"{path}: expected experts in the layout {told}, which was named, found {found}")
     absent = [name for name in missing if not matches(name, allow_missing)]
@@ -246,10 +282,9 @@ def _make_plan(
     for name in missing:
         plan.rows.append(AccountingRow(MISSING, None, None, name, "allowed by name", None, (), 0))
     plan.rows += _used_rows(plan, given)
-    return plan
 
 
-def _used_rows(plan: _Plan, given: dict[str, StoredTensor]) -> list[AccountingRow]:
+def _used_rows(plan: Plan, given: dict[str, StoredTensor]) -> list[AccountingRow]:
     targets: dict[StoredTensor, list[str]] = {}
     for name, sources in plan.sources.items():
         for tensor in sources:
@@ -277,11 +312,10 @@ def _row(kind: str, tensor: StoredTensor, canonical: str | None, reason: str) ->
 
 def _plan_experts(
     config: ModelConfig,
-    plan: _Plan,
+    plan: Plan,
     block: str,
     present: dict[str, StoredTensor],
     told: Layout | None,
-    files: list[StoredFile],
 ) -> list[str]:
     """Settle the layout of one layer's experts and plan their tensors; returns the names that are missing."""
     names = {part: f"{block}.{STACKED.keys(config, part)[0]}" for part in PARTS}
@@ -293,15 +327,19 @@ def _plan_experts(
 
     layouts = layouts_with(present, where)
     shapes = {key: tensor.shape for key, tensor in present.items()}
-    named = told if told in layouts else _layout_of_file(present, layouts, files)
+    recorded = _recorded_layout(present, layouts, plan.files)
+    plan.recorded += [recorded] if recorded else []
+    if recorded and told in layouts and told is not recorded[0]:
+        raise _told_otherwise(told, *recorded)
+    named = recorded[0] if recorded else told if told in layouts else None
     layout = fitting_layout(shapes, layouts if named is None else [named], config, where)
     doubt = layout.doubt(config) if named is None else None
-    if doubt is not None and layout is not STACKED:
-        raise open_layout(doubt, layout, where(next(iter(present))))
+    if doubt is not None:
+        if not _is_published(config, layout, present.values()):
+            raise open_layout(doubt, layout, where(next(iter(present))))
+        assumption = f"expert layout: {doubt}; taken as {layout}, as published checkpoints of {config.family} have it"
+        plan.assumptions += [assumption] if assumption not in plan.assumptions else []
     plan.layouts[block] = layout
-    note = f"{doubt}; taken as {layout}, which the family publishes and every other shape agrees with"
-    if doubt is not None and note not in plan.notes:
-        plan.notes.append(note)
     missing = []
     for part, name in names.items():
         keys = layout.keys(config, part)
@@ -316,19 +354,42 @@ def _plan_experts(
     return missing
 
 
-def _layout_of_file(
+def _is_published(config: ModelConfig, layout: Layout, tensors: Iterable[StoredTensor]) -> bool:
+    """Whether the published checkpoints of the family have experts in this layout under these very names."""
+    if config.family not in PUBLISHED_EXPERTS:
+        return False
+    names, published = PUBLISHED_EXPERTS[config.family]
+    return layout is published and all(names.fullmatch(tensor.name) for tensor in tensors)
+
+
+def _recorded_layout(
     present: dict[str, StoredTensor], layouts: list[Layout], files: list[StoredFile]
-) -> Layout | None:
-    """The layout that the metadata of the files with these tensors names, if it is one of `layouts`."""
+) -> tuple[Layout, Path] | None:
+    """The layout that the metadata of the files with these tensors names, and the file that does."""
     holding = {tensor.file for tensor in present.values()}
     named = {file.metadata[LAYOUT_KEY]: file for file in files if file.path in holding and LAYOUT_KEY in file.metadata}
     if len(named) > 1:
         first, second = named
         raise CheckpointError(
             f"{named[second].path}: metadata {LAYOUT_KEY}: expected {first!r} as in {named[first].path.name}, found "
-            f"{second!r}; name the layout (expert_layout=, --expert-layout)"
+            f"{second!r}; correct the metadata of one of the two"
         )
-    return next((layout for layout in layouts if layout.name in named), None)
+    for name, file in named.items():
+        for layout in layouts:
+            if layout.name == name:
+                return layout, file.path
+        raise CheckpointError(
+            f"{file.path}: metadata {LAYOUT_KEY}: expected {' or '.join(map(str, layouts))}, which have a tensor "
+            f"{next(iter(present.values())).name}, found {name!r}; correct the metadata"
+        )
+    return None
+
+
+def _told_otherwise(told: Layout, recorded: Layout, file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: metadata {LAYOUT_KEY}: expected {told} as told (expert_layout=, --expert-layout), found that it says "
+        f"{recorded}; leave the option out, or rewrite the metadata if it is wrong"
+    )
 
 
 def _check_stored(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -499,7 +560,7 @@ def require_finite(where: str, tensor: torch.Tensor) -> None:
 
 
 def _assemble(
-    config: ModelConfig, plan: _Plan, reader: _Reader, dtype: torch.dtype | None
+    config: ModelConfig, plan: Plan, reader: _Reader, dtype: torch.dtype | None
 ) -> tuple[dict[str, torch.Tensor], tuple[NarrowedTensor, ...]]:
     tensors: dict[str, torch.Tensor] = {}
     narrowing = []

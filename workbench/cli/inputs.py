@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         router_dtype=options.router_dtype,
         expert_layout=options.expert_layout,
     )
+    print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
     if overflows or flushed:
         print(
@@ -148,6 +150,12 @@ def load_model(options: argparse.Namespace) -> CausalLM:
             file=sys.stderr,
         )
     return model
+
+
+def print_assumptions(assumptions: Iterable[str]) -> None:
+    """What a checkpoint's weights were taken for without being told (`Accounting.assumptions`)."""
+    for assumption in assumptions:
+        print(f"workbench: note: {assumption}", file=sys.stderr)
 
 
 def folder_of(checkpoint: Path) -> Path:

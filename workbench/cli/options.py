@@ -87,7 +87,8 @@ def add_expert_layout(group: argparse._ActionsContainer) -> None:
     """How the files hold the experts."""
     group.add_argument(
         "--expert-layout", metavar="LAYOUT", choices=EXPERT_LAYOUTS,
-        help=f"how the files hold experts, where their shapes leave it open: {', '.join(EXPERT_LAYOUTS)}",
+        help="how the files hold experts, where neither their shapes nor their metadata tell: "
+        f"{', '.join(EXPERT_LAYOUTS)}",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workbench.cli.inputs import parse_ids
+from workbench.cli.inputs import parse_ids, print_assumptions
 from workbench.cli.options import add_command
 from workbench.cli.outcome import FINE
 from workbench.cli.output import text_table
@@ -51,6 +51,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from workbench import sweeps
+    from workbench.checkpoint import expert_assumptions
 
     for file in options.out:
         sweeps.check_output(file)
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     print(text_table(shown if failed.any() else shown.drop(columns="error"), FORMATS), flush=True)
     for file in options.out:
         sweeps.write_sweep(frame, file)
+    if Path(options.target).is_dir() and not failed.all():
+        print_assumptions(expert_assumptions(options.target))
     if failed.all():
         first = frame["error"].iloc[0]
         raise InputError(f"sweep: expected cells that can be measured, found none; the first: {first}")
