@@ -125,6 +125,7 @@ def test_an_error_gives_the_buffer_back(workspace):
         assert x.shape == (1,)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_order_of_declare_allocate_take():
     workspace = Workspace()
     workspace.declare("a", 4, torch.float32)
