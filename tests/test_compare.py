@@ -1,5 +1,6 @@
 """Two sides on the same tokens: what is the same, what is rounding, and which op of which side is to blame."""
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -287,6 +288,23 @@ def test_a_fault_in_a_saved_run_is_found_by_how_errors_grow(tap, tmp_path):
     assert result.kind == "different" and result.verdict.where.tap == tap and result.side is None
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_what_no_weights_can_judge_is_judged_by_growth(checkpoint, tmp_path, has_weights):
+    """Runs of which only the residual stream was kept: an op cannot be named, a layer can."""
+    for name, changes in (("a", {}), ("b", {"layers.02.moe.out": lambda x: x * 2}), ("c", {})):
+        model = workbench.load(checkpoint)
+        model.kernels = kernels_of("torch_recurrent" if name == "c" else "torch_chunk")
+        with intervene(model, changes) if changes else torch.no_grad():
+            side = run_model(model, name, [torch.tensor([ids()])], 0)
+        for seen in side.passes:
+            seen.tensors = {key: x for key, x in seen.tensors.items() if key.split(".")[-1] in ("residual", "embed")}
+        save_side(side, tmp_path / name)
+    weights = checkpoint if has_weights else None
+    result = compare(weights, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert result.kind == "different" and result.verdict.where.tap == "layers.02.residual" and result.side is None
+    assert compare(weights, str(tmp_path / "a"), str(tmp_path / "c")).kind == "rounding"
+
+
 def test_a_dump_is_a_side(checkpoint, tmp_path):
     model = workbench.load(checkpoint)
     with torch.inference_mode(), dump(model, tmp_path / "run"):
@@ -379,8 +397,8 @@ def test_the_miniature_beside_transformers_is_rounding(dtype):
     assert result.verdict.verdict == "rounding"
     shown = {taps.split_name(tap)[1] for tap in result.stages["tap"]}
     assert shown >= {"embed", "input_norm", "gdn.qkv", "gdn.conv", "gdn.v", "gdn.beta", "gdn.log_decay", "gdn.state",
-                     "gdn.out", "attn.q", "attn.k", "attn.v", "attn.gate", "attn.out", "mixer_out", "post_norm",
-                     "moe.logits", "moe.topk", "moe.experts", "moe.out", "residual", "logits"}  # fmt: skip
+                     "gdn.out", "gdn.norm", "attn.q", "attn.k", "attn.v", "attn.gate", "attn.out", "mixer_out",
+                     "post_norm", "moe.logits", "moe.topk", "moe.experts", "moe.out", "residual", "logits"}  # fmt: skip
     assert {"gdn.q", "gdn.decay", "attn.scores", "moe.shared"} <= {
         taps.split_name(tap)[1] for tap in result.not_compared["tap"]
     }
@@ -404,6 +422,29 @@ def test_a_fault_of_ours_beside_transformers_is_on_our_side(checkpoint, wrong_he
     pytest.importorskip("transformers", reason="transformers is not installed")
     result = compare(checkpoint, "hf", f"gated_delta_rule={wrong_heads}", prompt=ids())
     assert result.verdict.verdict == "different at gated_delta_rule" and result.side == "b"
+
+
+@pytest.mark.parametrize(
+    ("function", "tap", "op"),
+    [
+        ("torch_chunk_gated_delta_rule", "layers.00.gdn.out", "gated_delta_rule"),
+        ("eager_attention_forward", "layers.03.attn.out", "attention"),
+    ],
+)
+def test_a_fault_of_theirs_is_on_their_side(checkpoint, monkeypatch, function, tap, op):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    file = "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"
+    right = getattr(importlib.import_module(file), function)
+
+    def wrong(*args, **named):
+        out, other = right(*args, **named)
+        return out * 1.01, other
+
+    monkeypatch.setattr(f"{file}.{function}", wrong)
+    result = compare(checkpoint, "auto", "hf", prompt=ids())
+    assert result.verdict.verdict == f"different at {op}" and result.side == "b"
+    assert result.verdict.where.tap == tap
+    assert getattr(importlib.import_module(file), function) is wrong  # what was watched is put back
 
 
 def test_without_transformers_it_is_said(checkpoint, monkeypatch):

@@ -246,7 +246,8 @@ def compare_sides(a: Side, b: Side) -> Comparison:
     routing = differences.routing_flips(a, b)
     flips, logits = differences.flip_table(routing), differences.logit_table(a, b)
     is_judged = a.judged is not None and b.judged is not None
-    faults = _faults(a, b, stages) if is_judged else _grown(stages, flips)
+    unjudged = stages[_unjudged(a, b, stages)]
+    faults = _in_order([_faults(a, b, stages), _grown(unjudged, flips)]) if is_judged else _grown(stages, flips)
     compared = None if routing is None else sum(int(part.compared.sum()) for part in routing.parts)
     summary = {
         "logit_summary": differences.logit_summary(logits),
@@ -254,7 +255,7 @@ def compare_sides(a: Side, b: Side) -> Comparison:
             "choices": compared, "flips": int((~flips["is_near_tie"]).sum()) if len(flips) else 0,
             "near_ties": int(flips["is_near_tie"].sum()) if len(flips) else 0,
         },
-        "judged": is_judged,
+        "judged": is_judged, "unjudged": len(unjudged),
     }  # fmt: skip
     verdict, side = _verdict(a, b, stages, faults, summary)
     rate = None if not compared else len(flips) / compared
@@ -299,11 +300,25 @@ def _faults(a: Side, b: Side, stages: pd.DataFrame) -> pd.DataFrame:
     for name, side in (("a", a), ("b", b)):
         rows = side.judged[side.judged["is_fault"]]
         is_apart = [key not in pairs for key in zip(rows["step"], rows["tap"], strict=True)]
-        frames.append(rows.loc[rows.index[is_apart]].assign(side=name))
+        frames.append(rows.loc[rows.index[is_apart]].assign(side=name)[list(FAULT_COLUMNS)])
+    return _in_order(frames)
+
+
+def _in_order(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Faults in one table, in the order of computation."""
     found = pd.concat([frame for frame in frames if len(frame)] or frames[:1])
     order = order_of(sorted(set(found["tap"])))
     rank = [order.index(tap) for tap in found["tap"]]
     return found.assign(rank=rank).sort_values(["step", "rank", "side"])[list(FAULT_COLUMNS)].reset_index(drop=True)
+
+
+def _unjudged(a: Side, b: Side, stages: pd.DataFrame) -> list[bool]:
+    """Rows that were not judged by the weights on both sides: what they are made from was not seen."""
+    judged = [
+        set() if side.judged is None else set(zip(side.judged["step"], side.judged["tap"], strict=True))
+        for side in (a, b)
+    ]
+    return [not all(key in known for known in judged) for key in zip(stages["step"], stages["tap"], strict=True)]
 
 
 def _grown(stages: pd.DataFrame, flips: pd.DataFrame) -> pd.DataFrame:
@@ -344,10 +359,15 @@ def _verdict(
                 f"all {len(a.judged)} tensors of side a and {len(b.judged)} of side b that can be judged are what "
                 "float64 makes of their own inputs: what differs is inherited rounding"
             )
+            if summary["unjudged"]:
+                evidence.append(
+                    f"{summary['unjudged']} more, whose inputs a side does not show, are at most {GROWTH:g} times as "
+                    "far apart as what comes before them"
+                )
         else:
             evidence.append(f"no op adds more than {GROWTH:g} times the error of what it is made from")
         evidence += _outputs(summary)
-        confidence = "established" if summary["judged"] else "likely"
+        confidence = "established" if summary["judged"] and not summary["unjudged"] else "likely"
         return Verdict(ROUNDING, evidence=tuple(evidence), confidence=confidence), None
     row = faults.iloc[0]
     here = faults[(faults["step"] == row["step"]) & (faults["tap"] == row["tap"])]

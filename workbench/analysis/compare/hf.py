@@ -54,6 +54,11 @@ def _value_heads(x: Tensor, config: ModelConfig) -> Tensor:
     return x.reshape(*x.shape[:2], config.linear_num_value_heads, config.linear_value_head_dim)
 
 
+def _gated_norm(inputs: tuple, output: Tensor, config: ModelConfig) -> Tensor:
+    """Theirs has a row for each head of each token of the one sequence."""
+    return output.reshape(1, -1, config.linear_num_value_heads * config.linear_value_head_dim)
+
+
 def _attention_gate(inputs: tuple, output: Tensor, config: ModelConfig) -> Tensor:
     heads = output.unflatten(-1, (config.num_attention_heads, -1))
     return heads.chunk(2, dim=-1)[1].flatten(2)
@@ -65,6 +70,7 @@ MODULES: dict[str, Source] = {
     taps.INPUT_NORM: Source("input_layernorm", _out),
     taps.GDN_QKV: Source("linear_attn.in_proj_qkv", _out),
     taps.GDN_GATE: Source("linear_attn.in_proj_z", lambda inputs, output, config: _value_heads(output, config)),
+    taps.GDN_NORM: Source("linear_attn.norm", _gated_norm),
     taps.ATTN_GATE: Source("self_attn.q_proj", _attention_gate),
     taps.RESIDUAL_MID: Source("post_attention_layernorm", lambda inputs, output, config: inputs[0]),
     taps.POST_NORM: Source("post_attention_layernorm", _out),
