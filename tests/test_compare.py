@@ -224,7 +224,9 @@ def test_other_input_is_refused_in_one_line(checkpoint, tmp_path):
         (lambda: compare(None, one, other, prompt=[1]), "same weights"),
         (lambda: compare(checkpoint, "auto", "auto", prompt=[1], decode=-1), "decode"),
         (lambda: compare(checkpoint, "auto", "auto", prompt=[1] * 5000), "max_position_embeddings"),
-        (lambda: compare(checkpoint, "auto", "auto", prompt=[]), "at least one token"),
+        (lambda: compare(None, one, one, prompt=torch.zeros(0, dtype=torch.int64)), "at least one token"),
+        (lambda: compare(None, one, one, prompt=[[1, 2], [3, 4]]), "one sequence"),
+        (lambda: compare(None, one, one, prompt=[97]), "ids from 0 to 96"),
         (lambda: compare(None, one, one, prompt="text"), "tokenizer"),
         (lambda: compare(checkpoint, "auto", "auto", prompt=[1], mapping_a={"logits": "x"}), "saved bundle"),
     ]

@@ -710,7 +710,11 @@ def judge_passes(model: CausalLM, passes: Iterable[Seen]) -> StageWatch:
         if memory is None:
             batch = seen.input_ids.shape[0]
             memory = memory_of(Cache.empty(model.config, batch, device=model.device, dtype=model.dtype))
-        whole = dataclasses.replace(seen, memory=memory, tensors=dict(seen.tensors))
+        whole = dataclasses.replace(
+            seen, memory=memory, input_ids=seen.input_ids.to(model.device),
+            tensors={name: tensor.to(model.device) for name, tensor in seen.tensors.items()},
+            experts={layer: chosen.to(model.device) for layer, chosen in seen.experts.items()},
+        )  # fmt: skip
         for index in range(len(model.layers)):
             stages = LayerStages(model, index, whole)
             for name in INSIDE_OPS:

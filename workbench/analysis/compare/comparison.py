@@ -121,7 +121,8 @@ def compare(
     names the first op where that is not so and the sides do not agree. Bundles without a checkpoint are judged by how
     errors grow from an op's inputs to its output, which names no side.
 
-    Raises InputError, BackendError, PolicyError, CheckpointError in one line.
+    One sequence; every tensor of both sides is held in memory until they are compared. Raises InputError,
+    BackendError, PolicyError, CheckpointError in one line.
     """
     if decode < 0:
         raise InputError(f"compare: decode: expected 0 or more, found {decode}")
@@ -165,7 +166,12 @@ def _feeds(checkpoint: str | Path | None, prompt: Any, sides: Mapping[str, Side]
         folder = Path(checkpoint)
         ids = Tokenizer.from_directory(folder.parent if folder.is_file() else folder).encode(prompt)
     elif prompt is not None:
-        ids = torch.as_tensor(prompt).flatten().tolist()
+        given = torch.as_tensor(prompt)
+        if given.dim() > 2 or (given.dim() == 2 and given.shape[0] != 1) or given.is_floating_point():
+            raise InputError(
+                f"compare: prompt: expected the token ids of one sequence, found {given.dtype} {tuple(given.shape)}"
+            )
+        ids = given.flatten().tolist()
     if ids is not None and not ids:
         raise InputError("compare: prompt: expected at least one token, found none")
     if not sides:
