@@ -75,6 +75,31 @@ def test_squares_that_overflow_are_no_fault():
     assert flagged(torch.full((5000,), 600.0).half()) == (False, False, False, False)  # their norm is near the limit
 
 
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+def test_views_of_one_product_are_told_apart(value):
+    """A view is proven by the memory around it or by the view before it; what is bad there spoils the proof alone."""
+    names = ("left", "right", "far", "own")
+    for place, bad in ((3, "left"), (500, "right"), (700, None)):
+        product = torch.ones(512, 776)
+        product[100, place] = value
+        far = torch.full((512, 776), value)
+        flags = Flags(names)
+        for name, x in zip(names, (product[:, :400], product[:, 400:656], far[:, :256], far[:, 5:9]), strict=True):
+            flags.write(name, x)
+            del x
+        flags.end_step()
+        found = {tap for _, tap in flags.tripped(near_limit=True)}
+        assert found == {"far", "own"} | ({bad} if bad else set()), place
+
+
+def test_memory_that_was_proven_and_given_back_proves_nothing():
+    flags = Flags(["a", "b"])
+    flags.write("a", torch.ones(512, 776)[:, :400])
+    flags.write("b", torch.full((512, 776), NAN)[:, :400])  # may come to lie where the first was
+    flags.end_step()
+    assert flags.tripped() == [(0, "b")]
+
+
 def test_two_tensors_at_one_point_of_a_pass_are_joined_and_passes_are_not():
     flags = Flags(["a", "b"], steps=4)
     for values in ([1.0], [NAN], [2.0]):

@@ -60,8 +60,27 @@ _NORM_BELOW = {
     torch.float32: math.inf, torch.bfloat16: math.inf, torch.float16: 0.99 * NEAR_LIMIT_SHARE * 65504.0,
 }  # fmt: skip
 
-#: A row of fewer values than this is copied together before it is reduced: torch reduces narrow rows one by one.
-_NARROW = 32
+#: Fewer values than this are read twice: as fast, and squares of small numbers are subnormal, which is slow.
+_FEW_VALUES = 1 << 15
+
+#: Memory from the first to the last value of a view, in times of its values, up to which the norm of all of it is the
+#: faster check; of views with rows of fewer than _NARROW values, which torch reduces one by one.
+_SPAN, _WIDE_SPAN, _NARROW = 2, 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    """Memory in one piece whose norm proved it finite; held so that nothing else can come to lie there."""
+
+    memory: Tensor
+    norm: float
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether all values of x lie in it."""
+        start, size = self.memory.data_ptr(), self.memory.element_size()
+        first = x.data_ptr()
+        last = first + size * sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return x.dtype == self.memory.dtype and start <= first and last < start + size * self.memory.numel()
 
 
 @dataclass(slots=True)
@@ -103,6 +122,7 @@ class Flags:
             #: On a CPU the norm of each point, below 0 where there is none: as 0-d tensors, and as the host reads it.
             self._norm = torch.full((len(points),), -1.0)
             self._norms, self._norm_array = self._norm.unbind(), self._norm.numpy()
+        self._proven: _Proven | None = None
         self._written: set[int] = set()
         #: What each point last held, and the same for each pass that the host has seen: (dtype, shape) by point.
         self._kinds: dict[int, tuple[torch.dtype, torch.Size]] = {}
@@ -133,14 +153,11 @@ class Flags:
             lane = self._lane(x.dtype)
             if x.numel():
                 torch.aminmax(x, out=(lane.lows[point], lane.highs[point]))
-        else:
-            if not x.is_contiguous() and x.shape[-1] < _NARROW:
-                x = x.contiguous()
-            if not self._is_small(point, x) and x.numel():
-                x = _ordered(x)
-                lane = self._lane(x.dtype)
-                torch.amin(x, (), out=lane.lows[point])
-                torch.amax(x, (), out=lane.highs[point])
+        elif not self._is_small(point, x) and x.numel():
+            x = _ordered(x)
+            lane = self._lane(x.dtype)
+            torch.amin(x, (), out=lane.lows[point])
+            torch.amax(x, (), out=lane.highs[point])
 
     def _lane(self, dtype: torch.dtype) -> _Lane:
         lane = self._lanes.get(dtype)
@@ -161,14 +178,34 @@ class Flags:
     def _is_small(self, point: int, x: Tensor) -> bool:
         """Whether the norm proves every value finite and far from the limit of its dtype: half the work, on a CPU.
 
-        Only of what lies in one piece: torch's norm is fast there alone. The host may look, it has no device to wait
-        for, and reads memory, no tensor.
+        torch's norm is fast in one piece alone. Of a view it is taken of all memory from the first value to the end of
+        the last row where that is not much more; what else lies there may spoil the proof, and never makes one. A view
+        inside memory that the call before this one has proven is proven too. The host may look at the norm: there is
+        no device to wait for, and it reads memory, no tensor.
         """
+        proven, self._proven = self._proven, None
         share = _NORM_BELOW.get(x.dtype)
-        if share is None or not x.is_contiguous():
+        if share is None:
             return False
+        is_view = not x.is_contiguous()
+        if not is_view:
+            if x.numel() < _FEW_VALUES:
+                return False
+        else:
+            if proven is not None and proven.holds(x):
+                self._proven, self._norm_array[point] = proven, proven.norm
+                return True
+            most = _WIDE_SPAN if x.shape[-1] < _NARROW else _SPAN
+            # Whole rows, for the sake of the view beside this one.
+            rows = max((size * stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1), default=0)
+            span = min(rows, x.untyped_storage().nbytes() // x.element_size() - x.storage_offset())
+            if not _FEW_VALUES <= span <= most * x.numel():
+                return False
+            x = x.as_strided((span,), (1,))
         torch.linalg.vector_norm(x, 2, dtype=torch.float32, out=self._norms[point])
-        if self._norm_array[point] < share:  # not so of NaN
+        norm = self._norm_array[point]
+        if norm < share:  # not so of NaN
+            self._proven = _Proven(x, norm) if is_view else None  # what is no view has none beside it
             return True
         self._norm_array[point] = -1.0
         return False
@@ -190,6 +227,7 @@ class Flags:
         self._passes.append({point: self._kinds[point] for point in self._written})
         self._ended += 1
         self._written.clear()
+        self._proven = None
 
     @property
     def has_open_step(self) -> bool:
