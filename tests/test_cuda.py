@@ -20,6 +20,9 @@ from workbench.kernels.gated_delta_rule import reference, spec
 from workbench.kernels.registry import OPERATIONS, Call
 from workbench.model import CausalLM
 from workbench.numerics import SAFE
+from workbench.tracing import trace
+from workbench.tracing.flags import Flags, FlagTap
+from workbench.tracing.observer import is_stage, tap_names
 from workbench.training.train import Run, Settings
 
 pytestmark = [
@@ -209,3 +212,89 @@ def test_a_captured_run_resumes_in_itself_and_in_a_new_one(token_files):
         assert run.step == 1 and run.train(evaluate_every=2)
         for (name, a), (_, b) in zip(whole.model.named_parameters(), run.model.named_parameters(), strict=True):
             assert relative_error(b, a) <= 1e-2, name
+
+
+def full_width(policy: str = "safe") -> CausalLM:
+    """One gated delta rule layer of hidden 2048, 16 and 32 heads of 128, in bfloat16, on the PyTorch backend."""
+    config = ModelConfig.from_hf(
+        models.mini_dense(
+            hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+            linear_value_head_dim=128, num_hidden_layers=1, layer_types=["linear_attention"], intermediate_size=512,
+            mtp_num_hidden_layers=0,
+        )
+    )  # fmt: skip
+    model = CausalLM(config, Kernels({"gated_delta_rule": "torch_chunk"}, policy)).init_weights(0, "class_default")
+    return model.cuda().bfloat16().eval()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("tokens", [1, 200])
+@torch.inference_mode()
+def test_flags_of_a_captured_full_width_layer_see_every_replay(tokens, inside):
+    """A graph with flags is captured once; passes replayed with other tokens are flagged each for itself."""
+    model = full_width()
+    prompt = ids(1, tokens).cuda()
+    flags = Flags(tap_names(model), steps=8, device="cuda")
+    model.tap = FlagTap(flags, None, inside=inside)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = model(prompt, use_cache=False).logits
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(prompt, use_cache=False).logits
+    model.tap = None
+    before = flags.steps_seen
+    graph.replay()
+    assert torch.equal(logits, expected) and flags.tripped() == [] and not flags.last_is_bad()
+    weight = model.layers[0].linear_attn.norm.weight
+    healthy = weight.clone()
+    weight.fill_(torch.inf)
+    graph.replay()
+    assert flags.last_is_bad()
+    weight.copy_(healthy)
+    graph.replay()
+    assert flags.steps_seen == before + 3 and not flags.last_is_bad()
+    bad = flags.tripped()
+    assert bad[0] == (before + 1, "layers.00.gdn.norm") and {step for step, _ in bad} == {before + 1}
+    rows = flags.table[flags.table["step"] == before + 2]
+    stages = {name for name in rows["tap"] if is_stage(name)}
+    assert bool(stages) == (inside and tokens > 1) and {"logits", "layers.00.gdn.state"} <= set(rows["tap"])
+
+
+@torch.inference_mode()
+def test_flags_never_wait_for_the_device():
+    """In the dtypes and layouts that tap points show, also at a point that a pass reaches twice."""
+    _, model = pair("mini")
+    x = torch.randn(64, 96, device="cuda")
+    shown = {"embed": x, "layers.00.gdn.q": x.bfloat16(), "layers.00.gdn.k": x[:, 3:50].half(),
+             "layers.00.gdn.cumsum": x.double(), "layers.00.gdn.v": x.T}  # fmt: skip
+    with trace(model, check="flags", inside=True) as seen:
+        model(ids(1, 130).cuda())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for name, tensor in [*shown.items(), *shown.items()]:
+                seen.flags.write(name, tensor)
+            seen.flags.end_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert seen.flags.tripped() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_flags_are_exact_on_the_device(dtype):
+    limit = torch.finfo(dtype if dtype != torch.float64 else torch.float32).max
+    cases = {"nan": torch.nan, "pinf": torch.inf, "ninf": -torch.inf, "near": limit * 0.75, "fine": limit * 0.25}
+    flags = Flags(list(cases), device="cuda")
+    for name, value in cases.items():
+        x = torch.ones(300, 70, dtype=torch.float64)
+        x[211, 33] = value
+        flags.write(name, x.to(dtype).cuda()[:, 1:])
+    flags.end_step()
+    table = flags.table.set_index("tap")
+    assert table["has_nan"].tolist() == [True, False, False, False, False]
+    assert table["has_pinf"].eq(True).tolist() == [False, True, False, False, False]
+    assert table["has_ninf"].eq(True).tolist() == [False, False, True, False, False]
+    assert table["is_near_limit"].tolist() == [False, False, False, True, False]
