@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +52,18 @@ class Origin:
     versions: dict[str, str] = field(default_factory=dict)
     card: str | None = None
     seed: int | None = None
+
+
+#: What each field of an Origin is in a manifest, where it is not null: in words, and whether a value is one.
+_ORIGIN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model_hash": ("text", lambda value: isinstance(value, str)),
+    "backends": ("a list of objects", lambda value: isinstance(value, list) and all(type(r) is dict for r in value)),
+    "policy": ("an object", lambda value: isinstance(value, dict)),
+    "versions": ("an object of texts",
+                 lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values())),
+    "card": ("text", lambda value: isinstance(value, str)),
+    "seed": ("a whole number", lambda value: type(value) is int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +226,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"bundle {path}: {MANIFEST}: {name}: expected {kind.__name__}, found {manifest.get(name)!r:.60}"
             )
+    for name, (expected, fits) in _ORIGIN_FIELDS.items():
+        value = manifest.get(name)
+        if value is not None and not fits(value):
+            raise InputError(f"bundle {path}: {MANIFEST}: {name}: expected {expected} or null, found {value!r:.60}")
     for name, entry in manifest["files"].items():
         is_entry = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
         if not _FILE_NAME.fullmatch(name) or not is_entry:
