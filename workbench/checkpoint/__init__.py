@@ -18,6 +18,7 @@ from workbench.checkpoint.expert_layouts import (
 )
 from workbench.checkpoint.layout import SKIP_REASONS, canonical_name, expected_tensors
 from workbench.checkpoint.read import Checkpoint, expert_assumptions, read_checkpoint
+from workbench.checkpoint.rewrite import Conversion, convert_experts
 from workbench.checkpoint.write import write_checkpoint
 
 __all__ = [
@@ -26,12 +27,14 @@ __all__ = [
     "Accounting",
     "AccountingRow",
     "Checkpoint",
+    "Conversion",
     "ExpertSizes",
     "FileBytes",
     "Layout",
     "NarrowedTensor",
     "canonical_name",
     "convert",
+    "convert_experts",
     "detect_layout",
     "expected_tensors",
     "expert_assumptions",

@@ -49,6 +49,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     n_bytes: int
+    begin: int  # of its first byte, in the data part of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ def _stored_tensor(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tup
     bits = math.prod(shape) * _DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise wrong("data_offsets", f"{bits // 8} bytes for {dtype} {shape}", offsets)
-    return StoredTensor(path, name, dtype, tuple(shape), bits // 8), (offsets[0], offsets[1])
+    return StoredTensor(path, name, dtype, tuple(shape), bits // 8, offsets[0]), (offsets[0], offsets[1])
 
 
 def _check_offsets(path: Path, tensors: list[tuple[StoredTensor, tuple[int, int]]], data_bytes: int) -> None:

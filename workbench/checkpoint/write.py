@@ -67,13 +67,13 @@ def write_checkpoint(
     raw_config = config.to_hf(nested=layout == "official")
 
     try:
-        with _staging_directory(path) as staging:
+        with staging_directory(path) as staging:
             stored = _stored(config, converted, layout, experts)
             metadata = {"format": "pt"} | ({LAYOUT_KEY: experts.name} if config.is_moe else {})
             _write_weights(staging, stored, max_shard_bytes, metadata)
             for name, content in (extra_files or {}).items():
-                _write_bytes(staging / name, content.encode() if isinstance(content, str) else content)
-            _write_bytes(staging / "config.json", (json.dumps(raw_config, indent=2) + "\n").encode())
+                write_bytes(staging / name, content.encode() if isinstance(content, str) else content)
+            write_bytes(staging / "config.json", (json.dumps(raw_config, indent=2) + "\n").encode())
             if staging.parent == path:
                 _move_into(path, staging)
             else:
@@ -84,7 +84,7 @@ def write_checkpoint(
 
 
 @contextmanager
-def _staging_directory(path: Path) -> Iterator[Path]:
+def staging_directory(path: Path) -> Iterator[Path]:
     """A directory on the target's file system: inside it if it exists, else beside it. Gone afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path if path.exists() else path.parent))
@@ -193,7 +193,7 @@ def _write_weights(
         file = directory / f"shard-{len(written)}"
         save_file(shard, file, metadata=metadata)
         file.chmod(0o666 & ~_umask())  # the library makes its files private
-        _flush_to_disk(file)
+        flush_to_disk(file)
         written.append(read_header(file))
         shard.clear()
 
@@ -214,7 +214,7 @@ def _write_weights(
         file.path.rename(directory / file_name)
         weight_map |= {tensor.name: file_name for tensor in file.tensors}
     index = {"metadata": {"total_size": sum(file.tensor_bytes for file in written)}, "weight_map": weight_map}
-    _write_bytes(directory / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+    write_bytes(directory / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,12 +234,12 @@ def _move_into(path: Path, staging: Path) -> None:
         (staging / name).replace(path / name)
 
 
-def _write_bytes(file: Path, content: bytes) -> None:
+def write_bytes(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    _flush_to_disk(file)
+    flush_to_disk(file)
 
 
-def _flush_to_disk(file: Path) -> None:
+def flush_to_disk(file: Path) -> None:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,5 @@
-"""The command line: `workbench report`, `trace`, `compare`, `routing`, `generate`, `score`, `sweep`, `inspect`.
+"""The command line: `workbench report`, `trace`, `compare`, `routing`, `generate`, `score`, `sweep`, `inspect`,
+`convert-experts`.
 
 One module each. Every command ends with a code of `outcome`. Heavy packages are imported by the command that needs
 them, when it runs, so that `--help` answers at once.
@@ -13,13 +14,13 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from workbench import __version__
-from workbench.cli import compare, generate, inspect, report, routing, score, sweep, trace
+from workbench.cli import compare, convert, generate, inspect, report, routing, score, sweep, trace
 from workbench.cli.options import Parser
 from workbench.cli.outcome import DEFECT, FAULT, READER_GONE, STOPPED, UNUSABLE
 from workbench.errors import NonFiniteError, WorkbenchError, one_line
 
 #: In the order in which `--help` lists them.
-COMMANDS = (report, trace, compare, routing, generate, score, sweep, inspect)
+COMMANDS = (report, trace, compare, routing, generate, score, sweep, inspect, convert)
 
 
 def run_process() -> int:
