@@ -139,12 +139,16 @@ class Workspace:
         already, for a shape that is no tuple of whole numbers of at least 0, and for a call from another thread than
         `allocate`'s.
         """
-        if not isinstance(name, str):
-            raise WorkspaceError(f"workspace: buffer {name!r}: expected a name, found {_kind(name)}")
-        buffer = self._buffers.get(name)
+        try:
+            buffer = self._buffers.get(name)
+        except TypeError:  # not hashable
+            buffer = None
         if buffer is None or buffer.is_taken or buffer.dtype is not dtype or self._thread != get_ident():
             self._refuse(name, shape, dtype)
-        view = buffer.views.get(shape) if isinstance(shape, tuple) else None
+        try:
+            view = buffer.views.get(shape)
+        except TypeError:  # not hashable, so no tuple of numbers
+            view = None
         if view is None:
             view = self._new_view(buffer, shape)
         buffer.is_taken = True
@@ -174,6 +178,8 @@ class Workspace:
 
     def _refuse(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> NoReturn:
         where = f"workspace: buffer {name!r}"
+        if not isinstance(name, str):
+            raise WorkspaceError(f"{where}: expected a name, found {_kind(name)}")
         if not self._is_open:
             raise WorkspaceError(f"{where}: expected an open workspace, found it closed; make a new one")
         if name not in self._declared:
