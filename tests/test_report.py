@@ -13,6 +13,7 @@ import nbformat
 import pandas as pd
 import pytest
 
+from workbench import cli
 from workbench.analysis.verdict import Verdict, Where
 from workbench.errors import InputError, PolicyError, WorkbenchError
 from workbench.report import build, display, execute, export, parameters, provenance, recording, session
@@ -167,6 +168,28 @@ def test_numbers_have_three_digits(value, text):
     assert display.number(value) == text
 
 
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([2.0, 2.02], ["2.00", "2.02"]),
+        ([14.655, 9.8, math.nan, None], ["14.7", "9.8", "–", "–"]),
+        ([3.0, 4.0], ["3", "4"]),
+        ([250.0, 0.0012], ["250", "0.0012"]),  # one number of digits would leave the second none
+        ([12345.6, 2.5], ["12346", "2.5"]),
+        ([141.2, 3.46], ["141.2", "3.5"]),
+        ([12.3, 0.451], ["12.30", "0.45"]),
+        ([0.00123, 0.002], ["0.00123", "0.00200"]),
+        ([1.5e-9, 2e-9], ["1.5e-09", "2e-09"]),
+        ([0.1, 0.25, 0.0], ["0.100", "0.250", "0.000"]),
+        (["a", 1, pd.NA], ["a", "1", "–"]),
+        ([math.inf, 2.5], ["inf", "2.50"]),
+        ([], []),
+    ],
+)
+def test_a_column_has_one_number_of_decimals(values, texts):
+    assert display.column(values) == texts
+
+
 def test_everything_shown_is_escaped():
     evil = "<script>alert(1)</script>&"
     frame = pd.DataFrame({evil: [evil, 1.0]})
@@ -207,7 +230,7 @@ def test_table_takes_headings_and_shows_missing_whole_numbers():
     frame = pd.DataFrame({"a": pd.array([1, None], dtype="Int64"), "b": [0.5, 2.0]})
     page = display.table(frame, "reading", {"a": "first"})._repr_html_()
     assert "<th scope=col>first</th><th scope=col>b</th>" in page
-    assert "<tr><td>1</td><td>0.5</td></tr><tr><td>–</td><td>2</td></tr>" in page
+    assert "<tr><td>1</td><td>0.50</td></tr><tr><td>–</td><td>2.00</td></tr>" in page
 
 
 # ============================================================================================================
@@ -533,9 +556,11 @@ def modelled(project):
     """The project with a notebook that names a checkpoint beside it, a policy, a dtype and numbers of tokens."""
     (project / "notebooks" / "small").mkdir()
     first = 'checkpoint = "small"\npolicy = "safe"\ndtype = "float32"\nmax_tokens = 8\nmax_new_tokens = 4\nprompt = "x"'
+    (project / "notebooks" / "words").write_text("{}")
+    first += '\ncorpus = "words"\nflip_texts = 2'
     write = (
         "from workbench.report import write_findings\n"
-        "found = dict(title='|'.join((checkpoint, policy)), verdict=['a', 'b', 'c'], numbers=[])\n"
+        "found = dict(title='|'.join((checkpoint, policy, corpus, prompt)), verdict=['a', 'b', 'c'], numbers=[])\n"
         "write_findings('01_one', found)"
     )
     cells = notebook(write, first=first)
@@ -553,6 +578,12 @@ def modelled(project):
         ("max_tokens=0", InputError, r"max_tokens: expected at least 1, found 0 \(notebook 01_one\)"),
         ("max_new_tokens=-3", InputError, r"max_new_tokens: expected at least 1, found -3"),
         ("checkpoint=elsewhere", InputError, "checkpoint 'elsewhere': expected a folder here or by the notebook"),
+        ("flip_texts=0", InputError, r"flip_texts: expected at least 1, found 0 \(notebook 01_one\)"),
+        ("corpus=elsewhere", InputError, "corpus 'elsewhere': expected a file here or by the notebook, found none"),
+        ("corpus=notebooks", InputError, "corpus 'notebooks': expected a file .*, found a folder"),
+        ("corpus=", InputError, "corpus '': expected a file .*, found none"),
+        ("corpus=" + 5000 * "x", InputError, "expected a file .*, found none"),
+        ("checkpoint=wrong.json", InputError, "checkpoint 'wrong.json': expected a folder .*, found a file"),
     ],
 )
 def test_values_that_cannot_be_met_are_refused_before_a_kernel_starts(modelled, monkeypatch, setting, kind, expected):
@@ -571,11 +602,22 @@ def test_paths_of_settings_begin_where_the_command_is_given(modelled, monkeypatc
     (here / "mine.json").write_text("{}")
     (here / "safe").write_text("{}")  # a preset's name is no path
     (modelled / "notebooks" / "beside.json").write_text("{}")
+    (here / "text").write_text("")
     monkeypatch.chdir(here)
-    request = build.Request(notebook="01", settings=(f"policy={value}", "checkpoint=data"), out=modelled / "out")
+    settings = (f"policy={value}", "checkpoint=data", "corpus=mine.json", "prompt=text")
+    request = build.Request(notebook="01", settings=settings, out=modelled / "out")
     (report,) = build.build(request, lambda line: None)
     policy = str(here / value) if value == "mine.json" else value
-    assert report.findings["title"] == f"{here / 'data'}|{policy}"
+    assert report.findings["title"] == f"{here / 'data'}|{policy}|{here / 'mine.json'}|text"  # a prompt is no path
+
+
+def test_help_names_the_notebooks_and_the_parameters_of_each(capsys):
+    assert cli.main(["report", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for path in build.notebooks(None):
+        cell = build.parameters_cell(nbformat.read(path, as_version=4), path.stem)
+        assert f"{path.stem[:2]}: {', '.join(build.read_parameters(cell.source, path.stem))}" in words
+        assert f"{path.stem[:2]} (" in words
 
 
 def test_a_page_that_cannot_be_made_leaves_the_earlier_report_whole(project, monkeypatch):

@@ -12,21 +12,31 @@ from workbench.cli.options import add_command
 from workbench.cli.outcome import FAULT, FINE
 from workbench.errors import InputError
 
+#: Parameters of each notebook, as its own cell has them; here so that `--help` reads no notebook.
+PARAMETERS = {
+    "01": ("checkpoint", "prompt", "dtype", "policy", "max_tokens", "max_new_tokens", "full"),
+    "02": ("checkpoint", "texts", "prompt", "dtype", "max_tokens", "flip_texts", "full"),
+}
+
 
 def add(commands) -> None:
     parser = add_command(
         commands, "report", run, "Run the notebooks on a checkpoint and write HTML reports.",
         "workbench report --notebook 01 --checkpoint data/miniature --out reports",
     )  # fmt: skip
-    parser.add_argument("--notebook", metavar="NN", help="only this one (01); default: all")
+    parser.add_argument("--notebook", metavar="NN",
+                        help="only this one: 01 (gates) or 02 (expert routing); default: all")  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="default: the miniature in data/")
     parser.add_argument(
         "--prompt-file", metavar="FILE", type=Path, help="UTF-8 text in the place of the notebook's prompt"
     )
     parser.add_argument("--card", metavar="NAME", help="limits of a card to rehearse (not in this version)")
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="a parameter of the notebook"
-    )
+        "--set", metavar="KEY=VALUE", action="append", default=[],
+        help="a parameter of the notebook, may be given several times; paths begin in the current folder. " + "; ".join(
+            f"{number}: {', '.join(names)}" for number, names in PARAMETERS.items()
+        ),
+    )  # fmt: skip
     parser.add_argument("--full", action="store_true", help="the long form of each notebook")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("reports"), help="default: reports")
 

@@ -68,7 +68,8 @@ def build(request: Request, say: Callable[[str], None]) -> list[Report]:
         notebook = nbformat.read(path, as_version=4)
         cell = parameters_cell(notebook, path.stem)
         loaded.append((path, notebook, cell, read_parameters(cell.source, path.stem)))
-    changes = _changes(request, common, {path.stem: defaults for path, _, _, defaults in loaded})
+    changes = _changes(request, common, {path.stem: defaults for path, _, _, defaults in loaded},
+                       sources[0].parent)  # fmt: skip
     for path, _, cell, _ in loaded:
         cell.source = replace_parameters(cell.source, changes[path.stem], path.stem)
         check_parameters(read_parameters(cell.source, path.stem), path.stem, path.parent)
@@ -124,9 +125,9 @@ def _overrides(request: Request) -> dict[str, object]:
 
 
 def _changes(
-    request: Request, common: dict[str, object], defaults: dict[str, dict[str, object]]
+    request: Request, common: dict[str, object], defaults: dict[str, dict[str, object]], folder: Path
 ) -> dict[str, dict[str, object]]:
-    """Per notebook the parameters to change. An option or setting must be known to at least one of them."""
+    """Per notebook in `folder` the parameters to change. An option or setting must be known to at least one of them."""
     changes: dict[str, dict[str, object]] = {
         name: {key: value for key, value in common.items() if key in known}
         for name, known in defaults.items()
@@ -144,7 +145,7 @@ def _changes(
         for name, known in defaults.items():
             if key in known:
                 key, value = parse_setting(setting, known, name)
-                changes[name][key] = from_here(key, value)
+                changes[name][key] = from_here(key, value, known[key], folder, name)
     return changes
 
 

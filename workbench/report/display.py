@@ -76,6 +76,21 @@ def number(value: object) -> str:
     return str(value)
 
 
+def column(values: Sequence[object]) -> list[str]:
+    """The cells of a column: its reals with one number of decimals, three digits of the largest, two of the smallest.
+
+    Whole numbers stay whole. Where that would take more than five digits, each cell has three of its own.
+    """
+    reals = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    powers = [math.floor(math.log10(abs(v))) for v in reals if v]
+    if all(v == round(v) for v in reals):
+        return [number(value) for value in values]
+    decimals = max(0, 2 - max(powers), 1 - min(powers))
+    if decimals + max(powers) + 1 > 5 or decimals > 6:
+        return [number(value) for value in values]
+    return [f"{v:.{decimals}f}" if isinstance(v, float) and math.isfinite(v) else number(v) for v in values]
+
+
 def table(frame: pd.DataFrame, caption: str, names: Mapping[str, str] | None = None) -> Html:
     """A table with its reading as caption; `names` gives columns the headings that are shown."""
     shown = frame.rename(columns=dict(names or {}))
@@ -88,9 +103,10 @@ def table(frame: pd.DataFrame, caption: str, names: Mapping[str, str] | None = N
     head = "".join(
         f"<th scope=col{kind}>{html.escape(str(name))}</th>" for name, kind in zip(shown.columns, kinds, strict=True)
     )
+    cells = zip(*[column(values) for values in zip(*rows, strict=True)], strict=True)
     body = "".join(
-        "<tr>" + "".join(f"<td{k}>{html.escape(number(v))}</td>" for v, k in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td{k}>{html.escape(v)}</td>" for v, k in zip(row, kinds, strict=True)) + "</tr>"
+        for row in cells
     )
     page = (
         f'<figure class="data"><figcaption>{html.escape(caption)}</figcaption><div class="scroll"><table>'

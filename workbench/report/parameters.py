@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,21 +76,31 @@ def parse_setting(text: str, defaults: Mapping[str, object], name: str) -> tuple
     return key, parsed
 
 
-#: Parameters that name a file or a folder.
-PATHS = ("checkpoint", "policy", "texts")
-
-
-def from_here(key: str, value: object) -> object:
+def from_here(key: str, value: object, default: object, folder: Path, name: str) -> object:
     """A path as given on a command line, made absolute where it exists there: the kernel works in another folder.
 
-    A preset's name is no path, and what is not found here is left to be found beside the notebook.
+    A parameter names a file or folder where its default is the name of one, as seen from the notebook's `folder`; so
+    does `policy`, where it is no preset. What is not found here is left to be found beside the notebook; InputError
+    for what is found in neither place, and for a file where a folder is expected or the other way round.
     """
-    if key not in PATHS or not isinstance(value, str) or not value:
+    is_path = isinstance(default, str) and default != "" and os.path.exists(folder / default)
+    if not isinstance(value, str) or not (is_path or key == "policy"):
         return value
     from workbench.numerics import PRESETS
 
-    path = Path(value).expanduser()
-    return str(path.resolve()) if not (key == "policy" and value in PRESETS) and path.exists() else value
+    if key == "policy" and value in PRESETS:
+        return value
+    given = os.path.expanduser(value)
+    path = os.path.realpath(given) if value and os.path.exists(given) else value
+    if is_path:
+        is_folder = os.path.isdir(folder / default)
+        if not value or not (os.path.isdir if is_folder else os.path.isfile)(folder / path):
+            found = "a file" if is_folder else "a folder"
+            raise InputError(
+                f"{key} {value!r}: expected a {'folder' if is_folder else 'file'} here or by the notebook, found "
+                f"{found if value and os.path.exists(folder / path) else 'none'} (notebook {name})"
+            )
+    return path
 
 
 def check_parameters(parameters: Mapping[str, object], name: str, folder: Path) -> None:
@@ -110,7 +121,7 @@ def check_parameters(parameters: Mapping[str, object], name: str, folder: Path) 
         resolve_policy(policy if policy in PRESETS or not path.is_file() else path)
     if "dtype" in parameters:
         dtype_named(parameters["dtype"])
-    for key, least in (("max_tokens", 1), ("max_new_tokens", 1)):
+    for key, least in (("max_tokens", 1), ("max_new_tokens", 1), ("flip_texts", 1)):
         if isinstance(parameters.get(key), int) and parameters[key] < least:
             raise InputError(f"{key}: expected at least {least}, found {parameters[key]} {where}")
 
