@@ -41,7 +41,7 @@ def test_the_table_has_a_row_for_each_layer_and_the_head(run, checkpoint):
     code, out, err = run(checkpoint, *FLAT)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert re.match(r"\d+ tokens of 1 prompts, 4 layers, top 2 of 8 experts, bfloat16, policy safe", lines[0])
+    assert re.match(r"\d+ tokens of 1 prompt, 4 layers, top 2 of 8 experts, bfloat16, policy safe", lines[0])
     assert lines[1] == "the logits of every router are finite"
     heading = lines[3].split("  ")
     assert [cell.strip() for cell in heading if cell.strip()] == [
@@ -128,11 +128,13 @@ BAD_INPUTS = [
     (["{checkpoint}"], "routing: expected --prompt or --file at least once, found none"),
     (["{none}", "--prompt", "x"], "expected a directory, found nothing there"),
     (["{checkpoint}", "--prompt", " "], "--prompt: expected some text, found none"),
-    (["{checkpoint}", "--file", "{none}"], "none: expected a UTF-8 text in UTF-8, found: No such file"),
+    (["{checkpoint}", "--file", "{none}"], "none: expected a text in UTF-8, found: No such file"),
     (["{checkpoint}", "--file", "{wrong}"], "line 1: expected token ids"),
-    (["{checkpoint}", "--file", "{far}"], "expected ids from 0 to 4095, found 1 to 9999"),
+    (["{checkpoint}", "--file", "{far}"], "far.jsonl line 1: expected token ids from 0 to 4095, found 1 to 9999"),
     (["{checkpoint}", "--file", "{chat}"], "expected a chat template beside it, found none"),
-    (["{checkpoint}", "--prompt", "x", "--hot", "0"], "--hot: expected a number above 0, found 0"),
+    (["{checkpoint}", "--prompt", "x", "--hot", "0"], "--hot: expected a finite number above 0, found 0"),
+    (["{checkpoint}", "--prompt", "x", "--hot", "inf"], "--hot: expected a finite number above 0, found inf"),
+    (["{checkpoint}", "--prompt", "x", "--hot", "nan"], "--hot: expected a finite number above 0, found nan"),
     (["{checkpoint}", "--prompt", "x", "--logits"], "--logits: expected with --save, found it alone"),
     (["{checkpoint}", "--prompt", "x", "--save", "{checkpoint}"], "expected a new or empty directory, or a bundle"),
     (["{checkpoint}", "--prompt", "x", "--against", "{none}"], "with manifest.json, found nothing there"),
@@ -176,6 +178,49 @@ def test_other_tokens_are_not_compared(run, checkpoint, tmp_path):
     assert code == 2 and "prompt 0: expected the same tokens, found others from position" in err
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [("backends", 7, "backends: expected"), ("policy", 5, "policy: expected"), ("versions", 3, "versions: expected"),
+     ("content", {"num_experts": "8"}, "content.num_experts: expected 1 to 32767, found"), ("files", [], "files: exp")],
+)  # fmt: skip
+def test_a_record_with_a_manifest_of_other_types_is_one_line(run, checkpoint, tmp_path, field, value, expected):
+    run(checkpoint, "--prompt", "Fear", "--save", tmp_path / "saved")
+    file = tmp_path / "saved" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest[field] = manifest[field] | value if isinstance(value, dict) else value
+    file.write_text(json.dumps(manifest))
+    code, out, err = run(checkpoint, "--prompt", "Fear", "--against", tmp_path / "saved", "--json", "-")
+    assert (code, out) == (2, "") and err.startswith("workbench: error: bundle") and err.count("\n") == 1
+    assert expected in err and "Error" not in err
+
+
+def test_what_has_no_number_is_a_dash(run, checkpoint, monkeypatch):
+    from workbench.analysis.routing import recorder
+
+    measure = recorder.measure
+    monkeypatch.setattr(recorder, "measure", lambda logits, *rest, **kw: measure(logits * float("nan"), *rest, **kw))
+    code, out, err = run(checkpoint, "--prompt", "Fear no more", "--against-dtype", "float32")
+    assert (code, err) == (1, "") and "nan" not in out and "<NA>" not in out
+    assert "model: other experts in 0 of 0 choices (-), another order in 0 (-); 0 of 0 tokens (-) have" in out
+    row = next(line for line in out.splitlines() if line.startswith("model")).split()
+    assert row[:11] == ["model", "0", *9 * ["-"]]  # neither dead experts nor a hottest one
+
+
+def test_one_of_each_is_in_the_singular(run, tmp_path, checkpoint):
+    (tmp_path / "ids.json").write_text("[5]")
+    code, out, _ = run(checkpoint, "--file", tmp_path / "ids.json")
+    assert code == 0 and out.startswith("1 token of 1 prompt, 4 layers, top 2 of 8 experts")
+
+
+def test_progress_is_told_within_a_prompt_of_a_file(run, checkpoint, tmp_path, monkeypatch):
+    now = iter(range(0, 1000, 3))
+    monkeypatch.setattr("workbench.cli.routing.time.monotonic", lambda: float(next(now)))
+    (tmp_path / "text.txt").write_text(PROMPT)
+    code, out, err = run(checkpoint, "--file", tmp_path / "text.txt", "--json", "-")
+    assert code == 0 and json.loads(out)
+    assert err.splitlines() == ["routing: 20% done, about 12 s left", "routing: 60% done, about 6 s left"]
+
+
 def test_progress_is_silent_while_it_is_fast_and_tells_what_is_left(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("workbench.cli.routing.time.monotonic", lambda: now[0])
@@ -184,5 +229,5 @@ def test_progress_is_silent_while_it_is_fast_and_tells_what_is_left(capsys, monk
         now[0] = second
         progress(done, 6)
     assert capsys.readouterr().err.splitlines() == [
-        "routing: 3 of 6 prompts, about 2 s left", "routing: 5 of 6 prompts, about 2 s left",
+        "routing: 50% done, about 2 s left", "routing: 83% done, about 2 s left",
     ]  # fmt: skip

@@ -104,15 +104,17 @@ def test_recording_leaves_the_model_as_it_was_and_keeps_no_logits_unasked(model)
     kernels.reset_attestation()
     calls = []
     seen = record(model, rows(20, 5), progress=lambda *args: calls.append(args), model_hash="sha256:1", seed=4)
-    assert model.kernels is kernels and model.tap is None and calls == [(1, 2), (2, 2)]
+    assert model.kernels is kernels and model.tap is None and [total for _, total in calls] == 10 * [25 * 4 + 23]
+    assert [done for done, _ in calls] == [20, 40, 60, 80, 99, 104, 109, 114, 119, 123]  # within a prompt too
     assert all(part.logits is None for part in seen.parts)
     assert {row["op"]: row["calls"] for row in seen.origin.backends}["routing"] == 10
     assert (seen.origin.model_hash, seen.origin.seed, seen.dtype) == ("sha256:1", 4, "float32")
     again = record(model, rows(20, 5))  # counts of this recording alone
     assert again.origin.backends == seen.origin.backends
-    with pytest.raises(InputError):
-        record(model, [[5], [97]])
-    assert model.kernels is kernels
+    kernels.reset_attestation()
+    with pytest.raises(InputError, match=r"record: prompt 1 \(b\): expected token ids from 0 to 96, found 97 to 97"):
+        record(model, [[5], RoutingPrompt((97,), title="b")])
+    assert model.kernels is kernels and not kernels.attestation()  # told before anything ran
 
 
 def test_interventions_and_forced_backends_are_seen(model):
@@ -166,7 +168,8 @@ def test_a_layer_without_any_finite_token_has_no_shares(model):
     summary = routing.summarise(seen)
     assert summary.loc[1, ["tokens", "bad"]].tolist() == [0, 4]
     assert summary.loc[1, ["entropy", "gini", "largest_share", "topk_mass", "mean_margin"]].isna().all()
-    assert summary.loc[0, "gini"] >= 0
+    assert summary.loc[1, ["dead", "hot", "hottest", "dead_expected"]].isna().all()  # not all dead, none the hottest
+    assert summary.loc[0, "gini"] >= 0 and summary.loc[0, ["dead", "hot", "hottest"]].notna().all()
 
 
 def test_a_router_that_names_an_expert_that_there_is_not_is_a_fault_told_in_one_line(model, monkeypatch):
@@ -233,10 +236,27 @@ def test_a_record_comes_back_as_it_was(model, tmp_path):
     [
         (("top_k",), 3, r"part model: experts: expected int16 \(4, 9, 3\), found int16 \(4, 9, 2\)"),
         (("num_experts",), 2, "experts: expected -1 to 1, found"),
-        (("parts",), [], "expected at least one part"),
-        (("parts", 0, "name"), "other", "part other: token: expected|expected the content of a routing record"),
+        (("parts",), [], r"content.parts: expected a list of objects, at least one, found \[\]"),
+        (("parts", 0, "name"), "other", "part other: token: expected int64 .*, found none"),
+        (("parts", 0, "name"), "mtp", "content.parts: expected each name once"),
+        (("parts", 0, "name"), None, r"content.parts\[0\].name: expected text, found null"),
+        (("parts", 0, "layers"), 4, r"content.parts\[0\].layers: expected different whole numbers from 0 on, found 4"),
+        (("parts", 0, "layers"), ["0"], "expected different whole numbers from 0 on"),
+        (("parts", 0, "layers"), [1, 1, 2, 3], "expected different whole numbers from 0 on"),
+        (("parts", 0), 1, "content.parts: expected a list of objects"),
+        (("num_experts",), "16", 'content.num_experts: expected 1 to 32767, found "16"'),
+        (("num_experts",), True, "content.num_experts: expected 1 to 32767, found true"),
+        (("num_experts",), 10**30, "content.num_experts: expected 1 to 32767, found 1000"),
+        (("top_k",), 9, "content.top_k: expected 1 to 8, found 9"),
+        (("normalise",), "yes", "content.normalise: expected true or false"),
+        (("dtype",), 3, "content.dtype: expected text, found 3"),
+        (("router_dtype",), 3, "content.router_dtype: expected text or null, found 3"),
+        (("prompts",), 5, "content.prompts: expected a list of objects, at least one, found 5"),
+        (("prompts", 0, "tokens"), 2.5, r"content.prompts\[0\].tokens: expected a whole number from 1 on, found 2.5"),
+        (("prompts", 0, "tokens"), 8, r"prompts.ids: expected int64 \(8,\), found \(9,\)"),
+        (("prompts", 0, "title"), {}, r"content.prompts\[0\].title: expected text"),
         (("parts", 0, "layers"), [0], r"experts: expected int16 \(1, 9, 2\)"),
-        (("prompts",), [{"kind": "a"}], "expected the content of a routing record, found KeyError"),
+        (("prompts",), [{"kind": "a"}], r"content.prompts\[0\].title: expected text, found nothing"),
     ],
 )
 def test_a_record_whose_content_does_not_fit_is_refused(model, tmp_path, path, value, message):
@@ -353,11 +373,44 @@ def test_rerouting_kept_logits_changes_top_k_and_temperature(model):
     hotter = routing.rerouted(seen, top_k=5, temperature=4.0)
     assert hotter.top_k == 5 and (hotter.part("model").entropy > seen.part("model").entropy).all()
     np.testing.assert_array_equal(hotter.part("model").experts[..., :2], seen.part("model").experts)
-    for change, message in (({"temperature": 0.0}, "temperature"), ({"top_k": 9}, "from 1 to 8, found 9")):
+    wrong = (0.0, -1.0, 1e-40, 1e39, np.nan, np.inf, "1", None, True)
+    changes = [({"temperature": value}, "temperature: expected a number from") for value in wrong]
+    for change, message in [*changes, ({"top_k": 9}, "from 1 to 8, found 9")]:
         with pytest.raises(InputError, match=message):
             routing.rerouted(seen, **change)
     with pytest.raises(InputError, match="record with keep_logits=True"):
         routing.rerouted(record(model, rows(3)))
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-6, 0.01, 100.0, 1e6, 3e38])
+def test_no_temperature_changes_a_choice(temperature):
+    logits = np.random.default_rng(4).standard_normal((2, 300, 32)).astype(np.float32)
+    logits[0, 0], logits[1, 1, 3], logits[1, 2] = 0.0, np.nan, -np.inf
+    seen = record_of_logits(logits, top_k=4)
+    moved = routing.rerouted(seen, temperature=temperature).part("model")
+    part = seen.part("model")
+    np.testing.assert_array_equal(moved.experts, part.experts)
+    np.testing.assert_array_equal(moved.bad, part.bad)
+    good = ~part.bad
+    weights = moved.weights[good].astype(np.float64)
+    assert weights.sum(-1) == pytest.approx(1.0) and (np.diff(weights) <= 0).all()
+    if temperature < 1e-4:
+        assert moved.entropy[good][1:] == pytest.approx(0.0, abs=1e-3)
+        assert weights[1:, 0] == pytest.approx(1.0, abs=1e-3)
+    if temperature > 1e4:
+        assert moved.entropy[good] == pytest.approx(np.log(32), rel=1e-3)
+        assert moved.mass[good] == pytest.approx(4 / 32, rel=1e-3)
+
+
+def test_a_temperature_is_that_of_the_softmax():
+    logits = np.random.default_rng(5).standard_normal((1, 20, 8)).astype(np.float32)
+    moved = routing.rerouted(record_of_logits(logits, top_k=3), temperature=2.5)
+    direct = record_of_logits(logits / np.float32(2.5), top_k=3).part("model")
+    for name in ("experts", "weights", "margin", "mass", "entropy"):
+        np.testing.assert_allclose(getattr(moved.part("model"), name), getattr(direct, name), rtol=1e-4, atol=1e-6)
+    twice = routing.rerouted(moved, temperature=2.0).part("model")
+    once = routing.rerouted(record_of_logits(logits, top_k=3), temperature=5.0).part("model")
+    np.testing.assert_allclose(twice.weights, once.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -539,6 +592,20 @@ def test_prompts_of_every_form(tmp_path, name, content, expected):
     assert [(p.kind, p.title, p.ids) for p in found] == texts
 
 
+def test_a_call_without_content_is_a_message(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    rows = [{"role": "user", "content": "x"}, call, {"role": "tool", "content": "y"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": rows}))
+    assert routing.read_prompts(tmp_path / "a.jsonl", Letters)[0].ids == tuple(map(ord, "0Noney"))
+
+
+def test_ids_outside_the_vocabulary_name_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[1]\n\n[2, 97]")
+    with pytest.raises(InputError, match=r"a.jsonl line 3: expected token ids from 0 to 96, found 2 to 97"):
+        routing.read_prompts(tmp_path / "a.jsonl", Letters, vocabulary=97)
+    assert len(routing.read_prompts(tmp_path / "a.jsonl", Letters, vocabulary=98)) == 2
+
+
 def test_token_ids_need_no_tokenizer(tmp_path):
     def none():
         raise AssertionError("asked for")
@@ -552,15 +619,26 @@ def test_token_ids_need_no_tokenizer(tmp_path):
     [
         ("a.txt", b" \n", "a.txt: expected some text, found none"),
         ("a.txt", b"a\0", "found a zero byte at position 1"),
-        ("a.txt", b"\xff", "expected a UTF-8 text in UTF-8, found: .*invalid start byte"),
+        ("a.txt", b"\xff", "expected a text in UTF-8, found: .*invalid start byte"),
         ("a.jsonl", b"", "expected at least one prompt, found none"),
         ("a.jsonl", b"[1]\n{", "a.jsonl line 2: expected JSON"),
         ("a.jsonl", b"[1]\n[]", r"a.jsonl line 2: expected token ids, .* found \[\]"),
         ("a.jsonl", b"[1, -2]", "expected token ids from 0 on, found -2 to 1"),
         ("a.jsonl", b"[1, true]", "expected token ids, "),
         ("a.jsonl", b'{"text": 5}', "expected token ids, .* found {.text.: 5}"),
-        ("a.jsonl", b'{"messages": [{}]}', "a.jsonl line 1: chat template: does not accept"),
-        ("a.jsonl", b'{"messages": [], "thinking": 3}', "expected tools as a list and thinking as true or false"),
+        ("a.jsonl", b'{"messages": [{}]}', r"line 1: messages\[0\]: role: expected one of system, .* found null"),
+        ("a.jsonl", b'{"messages": [{"role": "wizard", "content": "x"}]}', 'role: expected one of .*, found "wizard"'),
+        ("a.jsonl", b'{"messages": [{"role": ["user"], "content": "x"}]}', "role: expected one of .*, found "),
+        ("a.jsonl", b'{"messages": [1]}', r"messages\[0\]: expected an object, found 1"),
+        ("a.jsonl", b'{"messages": []}', "messages: expected at least one, found none"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": null}]}', "content: expected text, found null"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}', "content: expected text, found null"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": 5}]}', "content: expected text, found 5"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": null}]}', "content: expected text, found null"),
+        ("a.jsonl", b'{"text": "x", "messages": []}', "line 1: expected messages or text, found both"),
+        ("a.jsonl", b'{"messages": [], "thinking": 3}', "line 1: thinking: expected true or false, found 3"),
+        ("a.jsonl", b'{"messages": [], "tools": [1]}', r"tools: expected a list of objects, found \[1\]"),
+        ("a.jsonl", b'{"messages": [], "tools": "x"}', "tools: expected a list of objects, found "),
         ("a.json", b"[[1], 2]", "a.json: expected token ids, "),
         ("a.json", b"[" * 100_000, "a.json: expected JSON"),
     ],

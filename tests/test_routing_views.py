@@ -1,5 +1,6 @@
 """What notebook 02 shows of a record, against records whose content is known, and the ways to compute experts."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -9,12 +10,14 @@ import torch
 from small_checkpoint import PROMPT, write_small_checkpoint
 
 import workbench
-from workbench import plots
+from workbench import bench, plots
 from workbench.analysis import expert_paths, runs
 from workbench.analysis.routing import RoutingPrompt, findings, narrowing, record, record_of_logits, synthetic, views
+from workbench.analysis.wording import counted, ranged
 from workbench.controls import ExpertTimings, RoutingControls
 from workbench.controls.routing import RECORDED_TEMPERATURES
 from workbench.errors import InputError, NonFiniteError
+from workbench.kernels.registry import OPERATIONS
 from workbench.report.session import FINDINGS_FOLDER
 from workbench.report.tokens import routed_text
 from workbench.tokenizer import Tokenizer
@@ -69,6 +72,51 @@ def test_one_kind_has_nothing_to_compare():
     load = views.main_load(chosen((0, 1), (0, 2)))
     assert views.kind_distances(load).empty and "nothing to compare" in views.kind_reading(load)
     assert views.most_telling_layer(load) == 0
+
+
+def test_of_equals_the_lowest_layer_and_expert_is_named_wherever_one_is(loaded):
+    seen = record(loaded[0], [RoutingPrompt((7,), "text", "one")])  # each layer's two experts do 4 times their share
+    load, first = views.main_load(seen), int(seen.part("model").experts[0].min())
+    reading = views.load_reading(load)
+    assert f"Expert {first} of layer 0 does 4.00 times its even share, like 7 others, the most of all" in reading
+    assert "would keep 2 of 8" in reading  # not 2 to 2
+    flips = narrowing.flip_summary(narrowing.router_flips(loaded[0], seen.prompts))
+    counts = pd.DataFrame({"path": ["torch_grouped"], "syncs": [0]})
+    wide = synthetic.planted(layers=2, experts=16, top_k=2, tokens=16)
+    found = findings.routing_findings(seen=seen, flips=flips, counts=counts, recorded=None, wide=wide)
+    assert f"over 1 token; expert {first} of layer 0 does 4.00 times" in found["verdict"][0]
+    assert (found["load"]["hottest_layer"], found["load"]["hottest_expert"]) == (0, first)
+    assert found["numbers"][0]["value"] == "2" and "layer 0" in found["numbers"][1]["note"]
+    table, _ = views.layer_table(seen)
+    assert table["hottest"].tolist() == seen.part("model").experts[:, 0].min(-1).tolist()
+
+
+def test_readings_of_equals_and_of_one_say_so():
+    one = views.depth_table(chosen((0, 1), (0, 1), kinds="ab"))
+    reading = views.depth_reading(one, 2, 4)
+    assert reading.startswith("In layer 0 a token's entropy is") and "Each kind of text uses 2 of 4 experts" in reading
+    assert "hold 100 % of" in reading and "expert holds" in views.depth_reading(one, 1, 4)
+    assert views.kind_reading(views.main_load(chosen((0, 1), (2, 3), kinds="ab"))) == (
+        "A and b send 100 % of their work to different experts of layer 0."
+    )
+    assert "serve 1 token together" in views.pair_reading(views.pair_view(chosen((0, 1))))
+    assert "no pair exceeds" not in views.pair_reading(views.pair_view(chosen((0, 1))))
+    assert [counted(n, "token") for n in (0, 1, 4096)] == ["0 tokens", "1 token", "4,096 tokens"]
+    assert (ranged(4.0, 4.001), ranged(4.0, 4.5)) == ("4", "4 to 4.5")
+
+
+def test_a_layer_without_a_finite_token_has_no_dead_experts():
+    seen = chosen((0, 1), (2, 3))
+    part = seen.parts[0]
+    bad = dataclasses.replace(seen, parts=(dataclasses.replace(part, experts=np.full_like(part.experts, -1)),))
+    table, caption = views.layer_table(bad)
+    assert table[["hottest", "hot", "dead", "chance"]].isna().all(axis=None)
+    assert caption.startswith("0 hot and 0 dead experts in 1 layer;")
+
+
+def test_a_text_of_each_kind_at_least_is_compared():
+    with pytest.raises(InputError, match="flip_texts: expected at least 1, found 0"):
+        views.some_of_each_kind([RoutingPrompt((1,))], 0)
 
 
 def test_depth_is_the_mean_over_the_tokens_of_a_kind(seen):
@@ -202,6 +250,40 @@ def test_recorded_times_are_read_with_their_limit():
         expert_paths.path_times(result() | {"rows": []})
 
 
+def test_the_ways_are_named_and_size_classes_pay_where_the_result_says():
+    def row(tokens: int, load: str, backend: str, ms: float) -> dict:
+        return {"case": f"bfloat16, {tokens} tokens, {load}", "backend": backend, "unit": "ms", "median": ms, "iqr": 0,
+                "share_of_limit": None}  # fmt: skip
+
+    cases = ((64, "even", 9.0, 6.0), (128, "even", 9.0, 4.5), (512, "even", 4.0, 5.0), (512, "equal", 20.0, 2.0),
+             (512, "zipf", 7.0, 7.0))  # fmt: skip
+    rows = [row(n, load, path, ms) for n, load, *both in cases
+            for path, ms in zip(("torch_sorted", "torch_sized"), both, strict=True)]  # fmt: skip
+    shape = {"hidden": 8, "experts": 256, "width": 8, "top_k": 8}
+    accelerated = {"rows": rows, "hardware": {"model": "A card", "shape": shape}}
+    assert expert_paths.size_reading(accelerated) == (
+        "Size classes on A card, bfloat16: against torch_sorted, torch_sized is 10 times as fast with equal segments "
+        "(512 tokens), 1.5 to 2 times as fast with segments of 4 rows or fewer on average (64 to 128 tokens), 0.8 "
+        "times as fast with segments of more than 4 rows on average (512 tokens)."
+    )
+    assert expert_paths.size_reading(None) == ""
+    assert expert_paths.size_reading({**accelerated, "rows": rows[::2]}) == ""  # one way alone
+    caption = expert_paths.figures(result(), accelerated)[1]
+    assert "sorted is torch_sorted, or torch_onednn" in caption and "decode is torch_pairs or torch_gathered" in caption
+    assert caption.endswith("(512 tokens).") and not expert_paths.figures(result())[1].endswith(" ")
+    for name in re.findall(r"torch_\w+", expert_paths.WAYS):
+        assert name in OPERATIONS["experts"].backends
+
+
+def test_what_a_call_adds_is_read_from_its_benchmark():
+    row = {"case": "one call", "backend": "added by Kernels.linear", "unit": "us", "median": 0.7312, "iqr": 0.1}
+    reading = expert_paths.overhead_reading({**result(), "rows": [row, {**row, "backend": "Kernels.linear"}]})
+    assert reading.startswith("The workbench adds 0.73 µs to Kernels.linear (one call), median of many calls. Measured")
+    with pytest.raises(InputError, match="dispatch_overhead: expected rows that begin with 'added by '"):
+        expert_paths.overhead_reading({**result(), "rows": []})
+    assert "µs to Kernels.routing" in expert_paths.overhead_reading(bench.recorded_result(expert_paths.OVERHEAD))
+
+
 @pytest.fixture(scope="module")
 def given(loaded) -> expert_paths.LayerInput:
     model, tokenizer = loaded
@@ -295,6 +377,12 @@ def test_tokens_carry_number_mark_and_tooltip_and_are_escaped():
 @pytest.fixture
 def controls(loaded, seen):
     return RoutingControls(*loaded, PROMPT, seen.prompts, layer=2)
+
+
+@pytest.mark.parametrize("layer", [99, -1, "1", 1.5])
+def test_a_layer_that_there_is_not_is_refused(loaded, layer):
+    with pytest.raises(InputError, match=r"layer: expected one with experts, of \[0, 1, 2, 3\], found"):
+        RoutingControls(*loaded, PROMPT, layer=layer)
 
 
 @pytest.mark.parametrize(

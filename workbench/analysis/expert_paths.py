@@ -20,14 +20,31 @@ from torch import Tensor
 from workbench import taps
 from workbench.analysis.launches import count_launches
 from workbench.analysis.layer_times import source
+from workbench.analysis.wording import counted, ranged
 from workbench.errors import InputError
 from workbench.kernels import Kernels
+from workbench.kernels.experts.torch_sized import TINY_ROWS
 from workbench.kernels.registry import OPERATIONS, Call
 from workbench.model import CausalLM
 from workbench.tracing import trace
 
 #: The benchmark that writes the times, which stands in the project's folder `benchmarks`.
 RECORDED = "experts_vs_transformers"
+
+#: The benchmark of what the workbench adds to each call, beside it, and the rows of it that say so.
+OVERHEAD, ADDED = "dispatch_overhead", "added by "
+
+#: The machine on which segments of a few rows are told from large ones, beside the CPU.
+ACCELERATOR = "nvidia-h200"
+
+#: What the three ways that are told apart elsewhere are called here.
+WAYS = (
+    "Of the names in use elsewhere, sorted is torch_sorted, or torch_onednn where oneDNN serves the dtype; grouped is "
+    "torch_grouped; decode is torch_pairs or torch_gathered."
+)
+
+#: Loads in which segments are equal, or have up to the rows that `torch_sized` calls tiny.
+EQUAL = "equal"
 
 #: Form of the case names there, and the name of the row that is no way to compute but the limit.
 _CASE = re.compile(r"(?P<dtype>\w+), (?P<tokens>\d+) tokens, (?P<load>.+)")
@@ -77,9 +94,9 @@ def time_reading(recorded: Mapping[str, object]) -> str:
     for dtype, rows in even.groupby("dtype", sort=False):
         few, many = rows.loc[rows["tokens"].idxmin()], rows.loc[rows["tokens"].idxmax()]
         parts.append(
-            f"{dtype}: {few['path']} is fastest for {tokens_named(few['tokens'])} ({few['ms']:.3g} ms, "
-            f"{100 * few['share']:.0f} % of the memory limit), {many['path']} for {tokens_named(many['tokens'])} "
-            f"({many['ms']:.3g} ms, {100 * many['share']:.0f} %)"
+            f"{dtype}: {few['path']} is fastest for {counted(few['tokens'], 'token')} ({few['ms']:.3g} ms, "
+            f"{100 * few['share']:.0f} % of the memory limit), {many['path']} for "
+            f"{counted(many['tokens'], 'token')} ({many['ms']:.3g} ms, {100 * many['share']:.0f} %)"
         )
     shape = recorded["hardware"].get("shape", {})
     names = {"hidden": "hidden size", "experts": "experts", "width": "width", "top_k": "experts per token"}
@@ -102,14 +119,60 @@ def skew_reading(recorded: Mapping[str, object]) -> str:
     return f"Time relative to the even load, median over the ways. {'; '.join(parts)}." if parts else ""
 
 
-def figures(recorded: Mapping[str, object]) -> tuple[pd.DataFrame, str]:
-    """`path_times` and what they say, as `plots.path_times` takes them."""
-    return path_times(recorded), f"{time_reading(recorded)} {skew_reading(recorded)} {source(recorded)}"
+def size_reading(accelerated: Mapping[str, object] | None) -> str:
+    """Where dispatch by the size of a segment pays on an accelerator, as a sentence; empty without such a result.
+
+    torch_sized against torch_sorted where all segments are equal, where they have TINY_ROWS rows or fewer on average,
+    and where they are larger than that, in bfloat16.
+    """
+    if accelerated is None:
+        return ""
+    times = path_times(accelerated)
+    times = times[times["dtype"] == "bfloat16"]
+    ms = times.pivot(index=["load", "tokens"], columns="path", values="ms")
+    if not {"torch_sized", "torch_sorted"} <= set(ms.columns):
+        return ""
+    shape = accelerated["hardware"]["shape"]
+    gain = (ms["torch_sorted"] / ms["torch_sized"]).dropna()
+    groups: dict[str, dict[int, float]] = {}
+    for (load, tokens), ratio in gain.items():
+        rows = tokens * shape["top_k"] / shape["experts"]
+        if load == EQUAL:
+            groups.setdefault("with equal segments", {})[tokens] = ratio
+        elif load == EVEN:
+            size = f"{TINY_ROWS} rows or fewer" if rows <= TINY_ROWS else f"more than {TINY_ROWS} rows"
+            groups.setdefault(f"with segments of {size} on average", {})[tokens] = ratio
+    if not groups:
+        return ""
+    parts = [
+        f"{ranged(min(found.values()), max(found.values()), '.2g')} times as fast {name} "
+        f"({ranged(min(found), max(found), 'd')} tokens)"
+        for name, found in sorted(groups.items(), key=lambda group: -max(group[1].values()))
+    ]
+    return (
+        f"Size classes on {accelerated['hardware']['model']}, bfloat16: against torch_sorted, torch_sized is "
+        f"{', '.join(parts)}."
+    )
 
 
-def tokens_named(count: int) -> str:
-    """The number of tokens in words."""
-    return "1 token" if count == 1 else f"{count} tokens"
+def overhead_reading(recorded: Mapping[str, object]) -> str:
+    """What a call through the workbench adds, of each op that was measured, as a sentence."""
+    parts = [
+        f"{row['median']:.2g} µs to {row['backend'].removeprefix(ADDED)} ({row['case']})"
+        for row in recorded["rows"]
+        if row["backend"].startswith(ADDED) and row["unit"] == "us"
+    ]
+    if not parts:
+        raise InputError(f"{OVERHEAD}: expected rows that begin with {ADDED!r} in us, found none; repeat the benchmark")
+    return f"The workbench adds {', '.join(parts)}, median of many calls. {source(recorded)}"
+
+
+def figures(
+    recorded: Mapping[str, object], accelerated: Mapping[str, object] | None = None
+) -> tuple[pd.DataFrame, str]:
+    """`path_times` and what they say, as `plots.path_times` takes them; `accelerated` is the result of ACCELERATOR."""
+    parts = (time_reading(recorded), skew_reading(recorded), source(recorded), WAYS, size_reading(accelerated))
+    return path_times(recorded), " ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,9 +261,9 @@ def count_reading(counts: pd.DataFrame, given: LayerInput) -> str:
     still = counts[counts["kernels"] == counts["kernels_one"]]
     free = counts[counts["syncs"] == 0]["path"].tolist()
     return (
-        f"The experts of layer {given.layer} on {len(given.x)} tokens of the prompt, as its router spreads them, and "
-        f"all on one set of {given.experts.shape[1]}. What {_list(moved['path'])} launch depends on the load; "
-        f"{_list(still['path'])} launch the same. Without a host sync: {_list(free)}."
+        f"The experts of layer {given.layer} on {counted(len(given.x), 'token')} of the prompt, as its router spreads "
+        f"them, and all on one set of {given.experts.shape[1]}. What {_list(moved['path'])} launch depends on the "
+        f"load; {_list(still['path'])} launch the same. Without a host sync: {_list(free)}."
     )
 
 

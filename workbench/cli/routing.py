@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import math
 import sys
 import time
 from pathlib import Path
@@ -81,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
     from workbench.tokenizer import Tokenizer
 
     other = _other_options(options)
-    if options.hot <= 0 or options.hot != options.hot:
-        raise InputError(f"--hot: expected a number above 0, found {options.hot}")
+    if not 0 < options.hot < math.inf:
+        raise InputError(f"--hot: expected a finite number above 0, found {options.hot}")
     if options.logits and options.save is None:
         raise InputError("--logits: expected with --save, found it alone; no table shows logits")
     if not (options.prompt or options.file):
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         for n, text in enumerate(options.prompt, start=1)
     ]
     for file in options.file:
-        prompts += routing.read_prompts(file, tokenizer)
+        prompts += routing.read_prompts(file, tokenizer, vocabulary=model.config.vocab_size)
     record = functools.partial(routing.record, prompts=prompts, model_hash=checkpoint_hash(folder))
     seen = record(model, keep_logits=options.logits, progress=Progress("routing"))
     if options.save is not None:
@@ -141,7 +142,7 @@ class Progress:
             return
         self.next = now + INTERVAL
         left = (now - self.started) / done * (total - done)
-        print(f"{self.name}: {done} of {total} prompts, about {left:.0f} s left", file=sys.stderr, flush=True)
+        print(f"{self.name}: {done / total:.0%} done, about {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 def _content(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFlips | None) -> dict[str, Any]:
@@ -185,12 +186,14 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _text(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFlips | None) -> str:
     from workbench.analysis import routing
+    from workbench.analysis.wording import counted
 
     table = routing.summarise(seen, options.hot)
     main = seen.part("model")
     lines = [
-        f"{len(main.token):,} tokens of {len(seen.prompts)} prompts, {len(main.layers)} layers, top {seen.top_k} of "
-        f"{seen.num_experts} experts, {_name(seen)}",
+        f"{counted(len(main.token), 'token')} of {counted(len(seen.prompts), 'prompt')}, "
+        f"{counted(len(main.layers), 'layer')}, top {seen.top_k} of {counted(seen.num_experts, 'expert')}, "
+        f"{_name(seen)}",
         _bad_line(seen, "the logits of every router are finite"),
         "",
         _table(table, SUMMARY_COLUMNS),
@@ -202,7 +205,9 @@ def _text(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFlips 
     ]
     expected = table["dead_expected"].max()
     if expected >= 0.5:
-        lines.append(f"so few tokens leave up to {expected:.0f} experts a layer without any under an even choice")
+        lines.append(
+            f"so few tokens leave up to {counted(round(expected), 'expert')} a layer without any under an even choice"
+        )
     if flips is None:
         return "\n".join(lines)
     lines += ["", f"Against {_name(flips.second)}:"]
@@ -211,9 +216,10 @@ def _text(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFlips 
     if flips.second.bad_tokens:
         lines.append(_bad_line(flips.second, ""))
     lines += [
-        f"{row.part}: other experts in {row.set_flips:,} of {row.pairs:,} choices ({row.set_flip_rate:.2%}), another "
-        f"order in {row.order_flips:,} ({row.order_flip_rate:.2%}); {row.tokens_flipped:,} of {row.tokens:,} tokens "
-        f"({row.tokens_flipped_rate:.1%}) have other experts in some layer"
+        f"{row.part}: other experts in {row.set_flips:,} of {counted(row.pairs, 'choice')} "
+        f"({_share(row.set_flip_rate)}), another order in {row.order_flips:,} ({_share(row.order_flip_rate)}); "
+        f"{row.tokens_flipped:,} of {counted(row.tokens, 'token')} "
+        f"({_share(row.tokens_flipped_rate)}) have other experts in some layer"
         for row in routing.flip_totals(flips).itertuples()
     ]
     lines += ["", _table(routing.flips_by_layer(flips), FLIP_COLUMNS), "",
@@ -224,15 +230,16 @@ def _text(options: argparse.Namespace, seen: RoutingRecord, flips: RoutingFlips 
 
 def _bad_line(record: RoutingRecord, fine: str) -> str:
     from workbench.analysis import routing
+    from workbench.analysis.wording import counted
 
     if not record.bad_tokens:
         return fine
     bad = routing.bad_table(record)
     first = bad.iloc[0]
     return (
-        f"NOT FINITE: router logits of {len(bad):,} choices, first part {first['part']}, layer {first['layer']}, "
-        f"prompt {first['prompt']}, position {first['position']}, token {first['token']}; they count nowhere below; "
-        "`workbench trace` names the first bad op"
+        f"NOT FINITE: router logits of {counted(len(bad), 'choice')}, first part {first['part']}, layer "
+        f"{first['layer']}, prompt {first['prompt']}, position {first['position']}, token {first['token']}; they count "
+        "nowhere below; `workbench trace` names the first bad op"
     )
 
 
@@ -244,6 +251,12 @@ def _name(record: RoutingRecord) -> str:
     return f"{record.dtype}{router}, policy {named[0] if named else 'of its own'}"
 
 
+def _share(rate: float) -> str:
+    """A share in per cent; a dash where nothing was compared."""
+    return "-" if math.isnan(rate) else f"{rate:.2%}"
+
+
 def _table(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> str:
     shown = frame[list(columns)].rename(columns={name: heading for name, (heading, _) in columns.items()})
+    shown = shown.astype(object).where(~shown.isna(), None)
     return text_table(shown, dict(columns.values()))

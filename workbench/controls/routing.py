@@ -15,8 +15,9 @@ from workbench.analysis import expert_paths
 from workbench.analysis.routing import RoutingPrompt
 from workbench.analysis.routing.lab import RoutingLab, RoutingProbe
 from workbench.analysis.routing.views import text_view
+from workbench.analysis.wording import counted
 from workbench.controls.recorded import LIVE_STYLE, RecordedControls
-from workbench.errors import WorkbenchError
+from workbench.errors import InputError, WorkbenchError
 from workbench.model import CausalLM
 from workbench.report.display import Html, note, stack, table
 from workbench.report.recording import frames
@@ -35,7 +36,7 @@ class RoutingControls(RecordedControls):
     """Layer, prompt, top-k and temperature of the logits.
 
     `prompts` are offered beside `prompt`, a text to edit. `figure` and `text` hold what the setting shows, `status` the
-    time it took or the reason of a refusal.
+    time it took or the reason of a refusal. Raises InputError for a `layer` that has no experts.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class RoutingControls(RecordedControls):
         }
         experts, chosen = model.config.num_experts, model.config.num_experts_per_tok
         layers = self.lab.layers
+        if layer is not None and layer not in layers:
+            raise InputError(f"routing controls: layer: expected one with experts, of {layers}, found {layer!r}")
         self.layer = widgets.SelectionSlider(
             description="layer", options=layers, value=layers[-1] if layer is None else layer, continuous_update=False
         )
@@ -162,8 +165,8 @@ class ExpertTimings(RecordedControls):
         found = expert_paths.time_paths(self.given, self.load.value, tokens)
         automatic, threads = expert_paths.automatic_path(self.given, tokens), torch.get_num_threads()
         caption = (
-            f"Layer {self.given.layer}, {expert_paths.tokens_named(tokens)}, {self.load.value}, "
-            f"{threads} thread{'' if threads == 1 else 's'}, this machine, now. Taken where none is named: {automatic}."
+            f"Layer {self.given.layer}, {counted(tokens, 'token')}, {self.load.value}, "
+            f"{counted(threads, 'thread')}, this machine, now. Taken where none is named: {automatic}."
         )
         self.table.value = table(found, caption, {"path": "backend", "ms": "ms, median"})._repr_html_()
         self._is_measured = True

@@ -16,12 +16,14 @@ from workbench.analysis.routing.views import (
     ALL,
     PART,
     depth_table,
+    hottest_expert,
     kind_distances,
     load_grid,
     main_load,
     main_part,
     pair_view,
 )
+from workbench.analysis.wording import counted, ranged
 
 
 def planted_check(planted: Planted) -> dict[str, int]:
@@ -70,7 +72,7 @@ def routing_findings(
     load = main_load(seen)
     grid, depth = load_grid(load).to_numpy(), depth_table(seen)
     whole = depth[depth["kind"] == ALL]
-    hottest = load[load["kind"] == ALL].sort_values("times_even", kind="stable").iloc[-1]
+    hottest = hottest_expert(load)
     spread = {
         "layers": len(grid), "experts": seen.num_experts, "top_k": seen.top_k,
         "tokens": len(seen.part(PART).token), "bad_tokens": int(seen.part(PART).bad.sum()),
@@ -115,8 +117,10 @@ def conditions(seen: RoutingRecord) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
         "policy": dict(seen.origin.policy or {}),
-        "backends": {f"{row['op']} ({row['dtype']}, {row['tokens']} tokens)": row["backend"]
-                     for row in seen.origin.backends},
+        "backends": {
+            f"{row['op']} ({row['dtype']}, {row['tokens']} token{'' if row['tokens'] == '1' else 's'})": row["backend"]
+            for row in seen.origin.backends
+        },
     }  # fmt: skip
 
 
@@ -126,9 +130,10 @@ def _load_line(spread: Mapping[str, object], kinds: Mapping[str, float]) -> str:
     if kinds:
         far = max(kinds, key=kinds.get)
         apart = f"; {far} send {100 * kinds[far]:.0f} % of their work to different experts, the most of all kinds"
-    bad = f"; {spread['bad_tokens']} choices had no finite probabilities" if spread["bad_tokens"] else ""
+    bad = f"; {counted(spread['bad_tokens'], 'choice')} had no finite probabilities" if spread["bad_tokens"] else ""
     return (
-        f"Load: {spread['dead']} of {total} experts are dead and {spread['hot']} hot over {spread['tokens']} tokens; "
+        f"Load: {spread['dead']} of {counted(total, 'expert')} are dead and {spread['hot']} hot over "
+        f"{counted(spread['tokens'], 'token')}; "
         f"expert {spread['hottest_expert']} of layer {spread['hottest_layer']} does "
         f"{spread['hottest_times_even']:.2f} times its even share{apart}{bad}."
     )
@@ -152,7 +157,7 @@ def _path_line(recorded: Mapping[str, object] | None, counts: pd.DataFrame) -> s
     parts = []
     for dtype, rows in even.groupby("dtype", sort=False):
         few, many = rows.loc[rows["tokens"].idxmin()], rows.loc[rows["tokens"].idxmax()]
-        one, most = (expert_paths.tokens_named(row["tokens"]) for row in (few, many))
+        one, most = (counted(row["tokens"], "token") for row in (few, many))
         parts.append(
             f"{dtype} {few['path']} for {one} ({100 * few['share']:.0f} % of the memory limit), {many['path']} for "
             f"{most} ({100 * many['share']:.0f} %)"
@@ -167,13 +172,13 @@ def _four_numbers(spread: Mapping, whole: pd.DataFrame, narrow: Mapping) -> list
     return [
         {
             "label": "Experts in use per layer",
-            "value": f"{spread['effective_least']:.3g} to {spread['effective_most']:.3g}",
+            "value": ranged(spread["effective_least"], spread["effective_most"]),
             "note": f"of {spread['experts']}, as exp of the entropy of the load",
         },
         {
             "label": "Hottest expert",
             "value": f"{spread['hottest_times_even']:.2f} ×",
-            "note": f"its even share, layer {spread['hottest_layer']}; {spread['dead']} experts dead",
+            "note": f"its even share, layer {spread['hottest_layer']}; {counted(spread['dead'], 'expert')} dead",
         },
         {
             "label": f"Mass of the chosen {spread['top_k']}, last layer",

@@ -151,6 +151,8 @@ def load_summary(load: pd.DataFrame, hot: float = HOT) -> pd.DataFrame:
     hot                experts with at least `hot` times the even share
     hottest            the strongest expert; of equals the lowest number
     largest_share, largest_token_share   of the hottest
+
+    All are missing for a layer that read no token with finite probabilities.
     """
     layers = _layers(load)
     places = load[layers].drop_duplicates()
@@ -171,7 +173,17 @@ def load_summary(load: pd.DataFrame, hot: float = HOT) -> pd.DataFrame:
         "largest_share": shares[np.arange(len(counts)), hottest],
         "largest_token_share": load["token_share"].to_numpy().reshape(counts.shape)[np.arange(len(counts)), hottest],
     }
-    return places.reset_index(drop=True).assign(**columns)
+    summary = places.reset_index(drop=True).assign(**columns)
+    return without_counts(summary, ["dead", "hot", "hottest"], np.isnan(shares).any(1))
+
+
+def without_counts(table: pd.DataFrame, names: Sequence[str], is_unread: np.ndarray) -> pd.DataFrame:
+    """The counts `names` missing in the rows of layers that read no token with finite probabilities.
+
+    There an expert without tokens is not dead, and none is the hottest.
+    """
+    return table.assign(**{name: table[name].astype("Float64" if table[name].dtype.kind == "f" else "Int64")
+                           .mask(is_unread) for name in names})  # fmt: skip
 
 
 def confidence_table(record: RoutingRecord) -> pd.DataFrame:
@@ -210,7 +222,8 @@ def summarise(record: RoutingRecord, hot: float = HOT) -> pd.DataFrame:
     """
     joined = confidence_table(record).merge(load_summary(load_table(record), hot), on=["part", "layer"])
     number = record.num_experts
-    return joined.assign(dead_expected=number * (1 - record.top_k / number) ** joined["tokens"])
+    joined = joined.assign(dead_expected=number * (1 - record.top_k / number) ** joined["tokens"])
+    return joined.assign(dead_expected=joined["dead_expected"].where(joined["tokens"] > 0))
 
 
 def bad_table(record: RoutingRecord) -> pd.DataFrame:

@@ -5,7 +5,8 @@ Letters: L layers with experts, T tokens read, E experts, A experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from workbench.errors import InputError
 
 #: Kind and file of a saved record.
 BUNDLE_KIND, BUNDLE_FILE = "routing", "routing.safetensors"
+
+#: Numbers of experts are kept in 16 bits.
+MOST_EXPERTS = np.iinfo(np.int16).max
 
 #: Dtype and axes of the arrays of a part.
 ARRAYS: dict[str, tuple[type, str]] = {
@@ -40,6 +44,13 @@ class RoutingPrompt:
     ids: tuple[int, ...]
     kind: str = "text"
     title: str = ""
+
+
+def check_ids(ids: Sequence[int], vocabulary: int | None, where: str) -> None:
+    """Raises InputError, beginning with `where`, for ids that are not in a vocabulary of so many tokens (None: any)."""
+    if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
+        expected = "token ids from 0 on" if vocabulary is None else f"token ids from 0 to {vocabulary - 1}"
+        raise InputError(f"{where}: expected {expected}, found {min(ids)} to {max(ids)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,36 +158,91 @@ def load_record(path: str | Path) -> RoutingRecord:
     bundle = read_bundle(path, BUNDLE_KIND)
     content, tensors = bundle.content, bundle.tensors.get(BUNDLE_FILE, {})
     try:
-        counts = [entry["tokens"] for entry in content["prompts"]]
-        ids = np.split(tensors["prompts.ids"].numpy(), np.cumsum(counts))[:-1]
+        _check_content(content)
+        ids = _array(tensors, "prompts.ids", np.int64)
+        ends = np.cumsum([entry["tokens"] for entry in content["prompts"]])
+        if ids is None or ids.shape != (ends[-1],):
+            found = "none" if ids is None else ids.shape
+            raise InputError(f"routing record: prompts.ids: expected int64 ({ends[-1]},), found {found}")
         prompts = tuple(
             RoutingPrompt(tuple(row.tolist()), entry["kind"], entry["title"])
-            for row, entry in zip(ids, content["prompts"], strict=True)
+            for row, entry in zip(np.split(ids, ends[:-1]), content["prompts"], strict=True)
         )
         parts = []
         for entry in content["parts"]:
             name = entry["name"]
-            kept = {array: tensors.get(f"{name}.{array}") for array in ARRAYS}
-            arrays = {array: None if tensor is None else tensor.numpy() for array, tensor in kept.items()}
+            arrays = {array: _array(tensors, f"{name}.{array}", dtype) for array, (dtype, _) in ARRAYS.items()}
             parts.append(RoutingPart(name, tuple(entry["layers"]), **arrays))
         settings = {name: content[name] for name in ("num_experts", "top_k", "normalise", "dtype", "router_dtype")}
         return RoutingRecord(**settings, prompts=prompts, parts=tuple(parts), origin=bundle.origin)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"bundle {path}: expected the content of a routing record, found {error!r}") from None
     except InputError as error:
         raise InputError(f"bundle {path}: {error}") from None
 
 
+def _array(tensors: Mapping[str, torch.Tensor], name: str, dtype: type) -> np.ndarray | None:
+    """A tensor of a bundle as an array; numpy has no word for some dtypes that a file may hold."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found != np.dtype(dtype).name:
+        raise InputError(f"routing record: {name}: expected {np.dtype(dtype).name}, found {found}")
+    return tensor.numpy()
+
+
+def _check_content(content: Mapping[str, Any]) -> None:
+    """Raises InputError, naming the field, for settings, prompts or parts of a manifest that are none."""
+    _expect(content, "content", "num_experts", f"1 to {MOST_EXPERTS}", lambda v: _is_whole(v, 1, MOST_EXPERTS))
+    experts = content["num_experts"]
+    _expect(content, "content", "top_k", f"1 to {experts}", lambda v: _is_whole(v, 1, experts))
+    _expect(content, "content", "normalise", "true or false", lambda v: isinstance(v, bool))
+    _expect(content, "content", "dtype", "text", _is_text)
+    _expect(content, "content", "router_dtype", "text or null", lambda v: v is None or _is_text(v))
+    for name in ("prompts", "parts"):
+        _expect(content, "content", name, "a list of objects, at least one",
+                lambda v: isinstance(v, list) and v and all(isinstance(entry, dict) for entry in v))  # fmt: skip
+    for number, entry in enumerate(content["prompts"]):
+        where = f"content.prompts[{number}]"
+        _expect(entry, where, "kind", "text", _is_text)
+        _expect(entry, where, "title", "text", _is_text)
+        _expect(entry, where, "tokens", "a whole number from 1 on", lambda v: _is_whole(v, 1, 2**31))
+    for number, entry in enumerate(content["parts"]):
+        where = f"content.parts[{number}]"
+        _expect(entry, where, "name", "text", _is_text)
+        _expect(entry, where, "layers", "different whole numbers from 0 on",
+                lambda v: isinstance(v, list) and all(_is_whole(n, 0, 2**31) for n in v) and len(set(v)) == len(v))
+    names = [entry["name"] for entry in content["parts"]]
+    if len(set(names)) != len(names):
+        raise InputError(f"routing record: content.parts: expected each name once, found {names}")
+
+
+def _expect(fields: Mapping[str, Any], where: str, name: str, expected: str, fits: Callable[[Any], object]) -> None:
+    if name not in fields:
+        raise InputError(f"routing record: {where}.{name}: expected {expected}, found nothing")
+    if not fits(fields[name]):
+        raise InputError(f"routing record: {where}.{name}: expected {expected}, found {json.dumps(fields[name])[:60]}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
 def _check(part: RoutingPart, record: RoutingRecord) -> None:
     where = f"routing record: part {part.name}"
-    sizes = {"L": len(part.layers), "T": len(part.token), "A": record.top_k, "E": record.num_experts}
+    tokens = 0 if part.token is None else len(part.token)
+    sizes = {"L": len(part.layers), "T": tokens, "A": record.top_k, "E": record.num_experts}
     for name, (dtype, axes) in ARRAYS.items():
         array = getattr(part, name)
         if array is None and name == "logits":
             continue
         expected = tuple(sizes[axis] for axis in axes)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != expected:
-            found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            kind = "none" if array is None else type(array).__name__
+            found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else kind
             raise InputError(f"{where}: {name}: expected {np.dtype(dtype)} {expected}, found {found}")
     limits = {"experts": (-1, record.num_experts - 1), "prompt": (0, len(record.prompts) - 1)}
     for name, (low, high) in limits.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,18 @@ import torch
 from torch import Tensor
 
 from workbench import provenance
-from workbench.analysis.routing.record import RoutingPart, RoutingPrompt, RoutingRecord, stack_parts
+from workbench.analysis.routing.record import (
+    MOST_EXPERTS,
+    RoutingPart,
+    RoutingPrompt,
+    RoutingRecord,
+    check_ids,
+    stack_parts,
+)
 from workbench.bundle import Origin
 from workbench.errors import BackendError, InputError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
-
-#: Numbers of experts are kept in 16 bits.
-MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class SeenRouting:
@@ -117,10 +122,11 @@ def record(
     prompts      RoutingPrompt, or token ids alone
     keep_logits  keep the logits in fp32: L T E values, most of the memory with 256 experts
     model_hash, seed   go into `origin` as they are
-    progress     called with the prompts done and their number after each
+    progress     called after each layer of each prompt with the pairs of layer and token done, and their number
 
-    Raises InputError for a model without experts, no prompts, and a prompt without tokens or with more than
-    max_position_embeddings; BackendError for a router that chooses an expert that there is not.
+    Raises, before anything runs, InputError for a model without experts, no prompts, a prompt without tokens or with
+    more than max_position_embeddings, and ids that are not in the vocabulary; BackendError for a router that chooses
+    an expert that there is not.
     """
     config = model.config
     if not config.is_moe:
@@ -136,13 +142,20 @@ def record(
                 f"record: prompt {number}: expected 1 to {config.max_position_embeddings} tokens "
                 f"(max_position_embeddings), found {len(prompt.ids)}; leave it out or cut it"
             )
+        check_ids(prompt.ids, config.vocab_size, f"record: prompt {number}" + (prompt.title and f" ({prompt.title})"))
     layers = [layer for layer, kind in enumerate(config.mlp_types) if kind == "sparse"]
     has_head = bool(config.mtp_num_hidden_layers) and config.mtp_mlp_type == "sparse"
     before = _calls(model.kernels)
     seen: list[dict[str, Any]] = []
+    total = sum(len(p.ids) * len(layers) + (len(p.ids) - 1) * has_head for p in asked)
+    done = 0
 
     def see(logits: Tensor, weights: Tensor, experts: Tensor) -> None:
+        nonlocal done
         seen.append(measure(logits, weights, experts, keep_logits=keep_logits))
+        done += len(logits)
+        if progress is not None:
+            progress(done, total)
 
     main, head = [], []
     for number, prompt in enumerate(asked):
@@ -158,8 +171,6 @@ def record(
         if len(seen) > len(layers):
             head.append(stack_layers(seen[len(layers) :], prompt.ids[:-1], number))
         seen.clear()
-        if progress is not None:
-            progress(number + 1, len(asked))
     parts: list[RoutingPart] = [stack_parts("model", layers, main)]
     if head:
         parts.append(stack_parts("mtp", (0,), head))
@@ -234,17 +245,43 @@ def record_of_logits(
 
 
 def rerouted(record: RoutingRecord, *, top_k: int | None = None, temperature: float = 1.0) -> RoutingRecord:
-    """The main part routed anew from kept logits / `temperature`, each layer by itself: what the router would choose.
+    """The main part routed anew from kept logits l, each layer by itself: what the router would choose.
 
-    Nothing downstream is computed again: a layer's logits are those of the original run. Raises InputError for a
-    record without logits and a temperature that is not above 0.
+    Weights, mass and entropy are of softmax(l / temperature), in float64; the experts and their order are those of l
+    whatever the temperature, also where it leaves probabilities too small to differ. The record's logits become
+    (l - max l) / temperature. Nothing downstream is computed again: a layer's logits are those of the original run.
+
+    Raises InputError for a record without logits and a temperature that is no normal float32 above 0.
     """
     part = record.part("model")
     if part.logits is None:
         raise InputError("rerouted: expected a record with logits, found none; record with keep_logits=True")
-    if not (np.isfinite(temperature) and temperature > 0):
-        raise InputError(f"rerouted: temperature: expected a finite number above 0, found {temperature!r}")
-    return record_of_logits(
-        part.logits / np.float32(temperature), top_k=record.top_k if top_k is None else top_k,
-        normalise=record.normalise, prompts=record.prompts, layers=part.layers,
+    least, most = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    is_number = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool)
+    if not (is_number and least <= temperature <= most):
+        raise InputError(
+            f"rerouted: temperature: expected a number from {least:.2g} to {most:.2g}, found {temperature!r}"
+        )
+    base = record_of_logits(
+        part.logits, top_k=record.top_k if top_k is None else top_k, normalise=record.normalise,
+        prompts=record.prompts, layers=part.layers,
     )  # fmt: skip
+    if temperature == 1:
+        return base
+    rows = [
+        _tempered(torch.from_numpy(logits), torch.from_numpy(experts), float(temperature), record.normalise)
+        for logits, experts in zip(part.logits, base.parts[0].experts, strict=True)
+    ]
+    changed = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return replace(base, parts=(replace(base.parts[0], **changed),))
+
+
+def _tempered(logits: Tensor, experts: Tensor, temperature: float, normalise: bool) -> dict[str, np.ndarray]:
+    """`measure` of one layer's logits / temperature under a choice that is made; experts [T, A], -1 for a bad token."""
+    values = logits.double()
+    values = (values - values.amax(-1, keepdim=True)) / temperature
+    chosen = experts.long().clamp(min=0)
+    weights = torch.softmax(values, dim=-1).gather(-1, chosen)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return measure(values, weights, chosen, keep_logits=True)

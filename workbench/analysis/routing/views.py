@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 
 from workbench.analysis.routing.coactivation import coactivation
-from workbench.analysis.routing.load import HOT, load_table
+from workbench.analysis.routing.load import HOT, load_table, without_counts
 from workbench.analysis.routing.prompts import read_prompts, text_prompt
 from workbench.analysis.routing.record import RoutingPrompt, RoutingRecord
 from workbench.analysis.routing.recorder import record
+from workbench.analysis.wording import counted, ranged
 from workbench.errors import InputError, NonFiniteError
 from workbench.model import CausalLM
 from workbench.tokenizer import Tokenizer
@@ -37,7 +38,8 @@ def texts(model: CausalLM, tokenizer: Tokenizer, path: str | Path, max_tokens: i
         )
     if max_tokens < 2:
         raise InputError(f"max_tokens: expected at least 2, found {max_tokens}")
-    return [replace(prompt, ids=prompt.ids[:max_tokens]) for prompt in read_prompts(path, lambda: tokenizer)]
+    found = read_prompts(path, lambda: tokenizer, vocabulary=model.config.vocab_size)
+    return [replace(prompt, ids=prompt.ids[:max_tokens]) for prompt in found]
 
 
 def record_texts(model: CausalLM, prompts: Sequence[RoutingPrompt]) -> RoutingRecord:
@@ -54,7 +56,9 @@ def record_texts(model: CausalLM, prompts: Sequence[RoutingPrompt]) -> RoutingRe
 
 
 def some_of_each_kind(prompts: Sequence[RoutingPrompt], count: int) -> list[RoutingPrompt]:
-    """The first `count` prompts of every kind, in their order."""
+    """The first `count` prompts of every kind, in their order. Raises InputError for a count below 1."""
+    if count < 1:
+        raise InputError(f"flip_texts: expected at least 1, found {count}; so many texts of each kind are compared")
     seen: dict[str, int] = {}
     kept = []
     for prompt in prompts:
@@ -89,17 +93,24 @@ def load_grid(load: pd.DataFrame, kind: str = ALL) -> pd.DataFrame:
     return load[load["kind"] == kind].pivot(index="layer", columns="expert", values="times_even")
 
 
+def hottest_expert(load: pd.DataFrame) -> pd.Series:
+    """The row of `main_load` that does most over all kinds; of equals the lowest layer's lowest number."""
+    whole = load[load["kind"] == ALL].sort_values(["layer", "expert"])
+    return whole.loc[whole["times_even"].idxmax()]
+
+
 def load_reading(load: pd.DataFrame) -> str:
     """How evenly the experts of `main_load` are used, as a caption."""
-    whole = load[load["kind"] == ALL]
-    hottest = whole.loc[whole["times_even"].idxmax()]
+    hottest = hottest_expert(load)
+    alike = load[(load["kind"] == ALL) & (load["times_even"] == hottest["times_even"])]
+    most = "the most of all" if len(alike) == 1 else f"like {counted(len(alike) - 1, 'other')}, the most of all"
     grid = load_grid(load).to_numpy()
     dead, hot = int((grid == 0).sum()), int((grid >= HOT).sum())
     effective = _effective(grid / grid.shape[1])
     return (
         f"Expert {hottest['expert']:.0f} of layer {hottest['layer']:.0f} does {hottest['times_even']:.2f} times its "
-        f"even share, the most of all; {hot} of {grid.size} experts do {HOT:g} times or more, {dead} serve no token. "
-        f"Shared out evenly the same work would keep {effective.min():.3g} to {effective.max():.3g} of {grid.shape[1]} "
+        f"even share, {most}; {hot} of {grid.size} experts do {HOT:g} times or more, {dead} serve no token. "
+        f"Shared out evenly the same work would keep {ranged(effective.min(), effective.max())} of {grid.shape[1]} "
         "experts of a layer busy."
     )
 
@@ -120,15 +131,16 @@ def layer_table(seen: RoutingRecord, rows: int = 16) -> tuple[pd.DataFrame, str]
     grid = load.pivot(index="layer", columns="expert", values="share")
     shares = grid.to_numpy()
     read = load.groupby("layer")["tokens"].sum().to_numpy() / seen.top_k
-    expected = seen.num_experts * (1 - seen.top_k / seen.num_experts) ** read
+    expected = np.where(read > 0, seen.num_experts * (1 - seen.top_k / seen.num_experts) ** read, 0.0)
     table = pd.DataFrame({
         "layer": grid.index, "effective": _effective(shares), "hottest": shares.argmax(1),
         "times": shares.max(1) * seen.num_experts, "tokens": shares.max(1) * seen.top_k,
         "hot": (shares * seen.num_experts >= HOT).sum(1), "dead": (shares == 0).sum(1), "chance": expected.round(2),
     })  # fmt: skip
+    table = without_counts(table, ["hottest", "hot", "dead", "chance"], np.isnan(shares).any(1))
     hot, dead = int(table["hot"].sum()), int(table["dead"].sum())
     chance = expected.sum()
-    caption = f"{hot} hot and {dead} dead experts in {len(table)} layers; " + (
+    caption = f"{hot} hot and {dead} dead experts in {counted(len(table), 'layer')}; " + (
         "an even choice would leave none dead." if chance < 0.05 else f"an even choice would leave {chance:.2g} dead."
     )
     if len(table) > rows:
@@ -170,15 +182,30 @@ def depth_reading(depth: pd.DataFrame, top_k: int, experts: int) -> str:
     whole = depth[depth["kind"] == ALL].sort_values("layer")
     first, last = whole.iloc[0], whole.iloc[-1]
     used = depth[depth["kind"] != ALL].groupby("kind", sort=False)["effective"].mean()
-    narrow = "" if len(used) < 2 else (
-        f" {_sentence_case(used.idxmin())} text uses the fewest experts, {used.min():.3g} of {experts} on average, "
-        f"{used.idxmax()} the most, {used.max():.3g}."
-    )  # fmt: skip
+    few, many = f"{used.min():.3g}", f"{used.max():.3g}"
+    if len(used) < 2:
+        narrow = ""
+    elif few == many:
+        narrow = f" Each kind of text uses {few} of {experts} experts on average."
+    else:
+        narrow = (
+            f" {_sentence_case(used.idxmin())} text uses the fewest experts, {few} of {experts} on average, "
+            f"{used.idxmax()} the most, {many}."
+        )
+    entropy = f"{first['entropy']:.2f}", f"{last['entropy']:.2f}"
+    mass = f"{100 * first['mass']:.0f} %", f"{100 * last['mass']:.0f} %"
+    chosen = f"chosen expert{' holds' if top_k == 1 else 's hold'}"
+    if len(whole) == 1:
+        goes, hold = f"In layer {first['layer']:.0f} a token's entropy is {entropy[0]}", mass[0]
+    else:
+        goes = (
+            f"From layer {first['layer']:.0f} to {last['layer']:.0f} a token's entropy goes from {entropy[0]} to "
+            f"{entropy[1]}"
+        )
+        hold = mass[0] if mass[0] == mass[1] else f"{mass[0]} and {mass[1]}"
     return (
-        f"From layer {first['layer']:.0f} to {last['layer']:.0f} a token's entropy goes from {first['entropy']:.2f} to "
-        f"{last['entropy']:.2f} nats ({np.log(experts):.2f} were no choice at all), and the {top_k} chosen experts "
-        f"hold {100 * first['mass']:.0f} % and {100 * last['mass']:.0f} % of the probability before it is "
-        f"renormalised.{narrow}"
+        f"{goes} nats ({np.log(experts):.2f} were no choice at all), and the {top_k} {chosen} {hold} of the "
+        f"probability before it is renormalised.{narrow}"
     )
 
 
@@ -196,16 +223,24 @@ def kind_distances(load: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "kind", "other", "distance"])
 
 
+#: What is said where all texts are of one kind.
+ONE_KIND = "All texts are of one kind: there is nothing to compare."
+
+
 def kind_reading(load: pd.DataFrame) -> str:
     distances = kind_distances(load)
     if distances.empty:
-        return "All texts are of one kind: there is nothing to compare."
+        return ONE_KIND
     mean = distances.groupby(["kind", "other"], sort=False)["distance"].mean()
     by_layer = distances.groupby("layer")["distance"].mean()
     far, near = mean.idxmax(), mean.idxmin()
     part = f"{_sentence_case(far[0])} and {far[1]} send {100 * mean.max():.0f} % of their work to different experts"
-    if len(mean) > 1:
+    if mean.max() > mean.min():
         part += f", {near[0]} and {near[1]} only {100 * mean.min():.0f} %"
+    if len(by_layer) == 1:
+        return f"{part} of layer {by_layer.index[0]}."
+    if by_layer.max() == by_layer.min():
+        return f"{part}, in every layer."
     return (
         f"{part} (mean over layers). Kinds are furthest apart in layer {by_layer.idxmax()} "
         f"({100 * by_layer.max():.0f} %), closest in layer {by_layer.idxmin()} ({100 * by_layer.min():.0f} %)."
@@ -288,10 +323,13 @@ def pair_reading(view: PairView) -> str:
     strongest = view.strongest()
     top = strongest.loc[strongest["ratio"].idxmax()]
     weak = strongest.loc[strongest["ratio"].idxmin()]
+    least = "" if top["layer"] == weak["layer"] else (
+        f"; in layer {weak['layer']:.0f} no pair exceeds {weak['ratio']:.2f} times"
+    )  # fmt: skip
     return (
-        f"Experts {top['expert']:.0f} and {top['other']:.0f} of layer {top['layer']:.0f} serve {top['tokens']:.0f} "
-        f"tokens together, {top['ratio']:.2f} times as many as two independent ones would; in layer "
-        f"{weak['layer']:.0f} no pair exceeds {weak['ratio']:.2f} times. Experts are ordered so that those often "
+        f"Experts {top['expert']:.0f} and {top['other']:.0f} of layer {top['layer']:.0f} serve "
+        f"{counted(int(top['tokens']), 'token')} together, {top['ratio']:.2f} times as many as two independent ones "
+        f"would{least}. Experts are ordered so that those often "
         "chosen together stand beside each other."
     )
 
