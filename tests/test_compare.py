@@ -27,6 +27,7 @@ from workbench.kernels.registry import OPERATIONS, register_backend
 from workbench.model import CausalLM
 from workbench.tracing import intervene
 from workbench.tracing.dump import dump
+from workbench.tracing.selection import Selection
 
 MINIATURE = "data/miniature"
 PROMPT = torch.randint(5, 2000, (70,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -288,6 +289,17 @@ def test_a_fault_in_a_saved_run_is_found_by_how_errors_grow(tap, tmp_path):
         sides.append(str(tmp_path / name))
     result = compare(None, *sides)
     assert result.kind == "different" and result.verdict.where.tap == tap and result.side is None
+
+
+def test_a_dump_of_later_passes_is_not_judged_at_positions_that_nobody_knows(checkpoint, tmp_path):
+    model = workbench.load(checkpoint)
+    for name in ("one", "other"):
+        with torch.inference_mode(), dump(model, tmp_path / name, select=Selection(steps=(1, 2))):
+            model(torch.tensor([ids()[-1:]]), cache=model(torch.tensor([ids()])).cache)
+        model.kernels = kernels_of("linear=reference")
+    result = compare(checkpoint, str(tmp_path / "one"), str(tmp_path / "other"))
+    assert result.kind == "rounding" and not result.summary["judged"]
+    assert set(result.stages["step"]) == {1} and len(result.stages) > 80
 
 
 @pytest.mark.parametrize("has_weights", [True, False])

@@ -199,7 +199,9 @@ def read_side(path: Path, mapping: str | Path | Mapping[str, Any] | None = None)
         if tokens is not None:
             ids = torch.tensor([tokens[step]])
         else:
-            ids = torch.full((1, _tokens_of(seen) or 1), UNKNOWN)
+            number = _tokens_of(seen)
+            is_cut = is_cut or number is None  # later passes then begin at a position that nobody knows
+            ids = torch.full((1, number or 1), UNKNOWN)
         order = order_of(list(seen))
         passes.append(Seen(ids, past, [], {name: seen[name] for name in order}, {}, order))
         past += ids.shape[1]

@@ -34,7 +34,7 @@ class Side:
     judged    `StageWatch.table`: each op beside float64 of its own inputs; None where there were no weights
     dtype     of the weights, where known
     policy, backends   JSON values, as in a bundle
-    is_cut    whether some tensors hold a range of the tokens alone
+    is_cut    whether some tensors hold a range of the tokens alone, or the tokens of a pass are not even counted
     """
 
     label: str
