@@ -36,7 +36,7 @@ def test_an_op_named_by_itself_goes_before_a_bare_name_in_any_order():
         ("=torch_chunk", "found '=torch_chunk'"),
         ("torch_chunk:", "found 'torch_chunk:'"),
         ("nothing", "no op has a backend of that name, expected one of reference"),
-        ("norm=reference", "unknown op 'norm', expected one of attention"),
+        ("norm=reference", "unknown op 'norm', expected one of alignment, attention"),
         ("experts=torch_chunk", "op experts: unknown backend 'torch_chunk', expected one of reference"),
         ("reference,torch_chunk", "op gated_delta_rule is named twice"),
         ("experts=torch_sorted,experts=reference", "op experts is named twice"),
