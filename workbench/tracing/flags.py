@@ -24,6 +24,9 @@ of the pass (the logits, or `Flags.end_step`) moves `words` into row ``count % s
 [steps, points, 2], adds 1 to `count` (int64 [1]) and sets `words` to -1; all on the device, in operators of a fixed
 number and shape, so a captured CUDA graph does the same at each replay. The host reads `ring` and `count` when asked.
 
+Under `torch.compile` a function with taps stays one graph. A layer of the model breaks into several by itself (`Joint`
+compares addresses of weights); its flags are the same with the breaks.
+
 Tap points inside an op (`taps.STAGES`) exist in PyTorch only for an observer that pays for them: they are written with
 ``inside=True``, and by kernels that compute them anyway.
 """
