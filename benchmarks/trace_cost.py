@@ -44,6 +44,7 @@ from workbench.tokenizer import Tokenizer
 from workbench.tracing import Flags, Selection, trace
 from workbench.tracing.dump import dump
 from workbench.tracing.flags import FlagTap
+from workbench.tracing.observer import tap_names
 from workbench.training.corpus import read_documents
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -295,11 +296,10 @@ def graph_rows(tokens: int, rounds: int, replays: int = 20) -> list[bench.Row]:
     """A captured pass of a full-width layer, replayed without and with flags."""
     model = full_width()
     ids = torch.randint(0, 64, (1, tokens), device="cuda")
-    graphs = {}
-    from workbench.tracing.observer import tap_names
-
+    graphs, buffers = {}, []  # a graph writes where its buffers were: they must outlive it
     for side in ("off", "flags", "flags, stages inside ops too"):
         flags = Flags(tap_names(model), device="cuda")
+        buffers.append(flags)
         model.tap = None if side == "off" else FlagTap(flags, None, inside=side != "flags")
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
