@@ -239,8 +239,8 @@ def opening_rows(model: CausalLM, rounds: int, clock) -> list[bench.Row]:
 
 def dump_rows(model: CausalLM, tokens: int, cap_bytes: int) -> tuple[list[bench.Row], float]:
     """Peak of tensors of the miniature's first gated delta rule layers, plain and dumped, and a share of the cap: the
-    larger of what a dump adds to the peak and of what it writes. That is of tensors that ops take and give; with their
-    inner stages an op holds those of the whole pass, for any observer."""
+    larger of what a dump adds to the peak and of what it writes; of tensors that ops take and give, and with the stages
+    inside them, which come in blocks of chunks."""
     count = model.config.layer_types.index("full_attention")
     config = dataclasses.replace(
         model.config, num_hidden_layers=count, layer_types=model.config.layer_types[:count],
@@ -271,7 +271,7 @@ def dump_rows(model: CausalLM, tokens: int, cap_bytes: int) -> tuple[list[bench.
             peak = peak_tensor_bytes(dumped)
             writer = written[-1]
         added = float(peak - plain)
-        worst = max(worst, writer.written_bytes / cap_bytes, added / cap_bytes if select is outside else 0.0)
+        worst = max(worst, writer.written_bytes / cap_bytes, added / cap_bytes)
         said = [f"written={writer.written_bytes}", f"tensors={len(writer.entries)}", f"left out={len(writer.left_out)}"]
         rows.append(bench.Row(case, what, "peak bytes above off", added, 0.0, 1, attested=said))
     return rows, worst

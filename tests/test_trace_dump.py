@@ -10,10 +10,12 @@ from safetensors.torch import load_file
 
 import workbench
 from workbench import taps
+from workbench.analysis.compare.saved import read_side
 from workbench.analysis.memory import peak_tensor_bytes
 from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
+from workbench.kernels.gated_delta_rule import torch_chunk
 from workbench.model import CausalLM
 from workbench.tracing import Selection
 from workbench.tracing import dump as dump_module
@@ -248,6 +250,29 @@ def decode(model: CausalLM, steps: int, bad: dict[int, float], point: str = "lay
             changes = {point: change}
         with workbench.intervene(model, changes):
             cache = model(ids(9 if cache is None else 1), cache=cache).cache
+
+
+def test_stages_of_a_long_pass_come_in_blocks_that_make_the_whole(model, tmp_path, monkeypatch):
+    """A dump bounds what an op holds for it; a trace, which wants each stage as one tensor, gets it as before."""
+    monkeypatch.setattr(torch_chunk, "OBSERVED_BYTES_AT_ONCE", 1 << 17)  # two chunks or so
+    prompt = ids(500)
+    with workbench.trace(model, keep="*.gdn.*") as seen:
+        expected = model(prompt, use_cache=False).logits
+    with dump(model, tmp_path / "run", select=Selection(("*.gdn.*",))) as writer:
+        found = model(prompt, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    saved = read_trace(tmp_path / "run")
+    for name in ("cumsum", "decay", "kkt", "inverse", "u", "w", "intra", "state", "inter"):
+        tap = f"layers.01.gdn.{name}"
+        count = sum(entry["tap"] == tap for entry in writer.entries)
+        assert count >= 3, name
+        parts = [saved.tensor(tap, occurrence=number) for number in range(count)]
+        torch.testing.assert_close(torch.cat(parts), seen.tensors[tap], rtol=1e-4, atol=1e-5)
+    with dump(model, tmp_path / "range", select=Selection(("*.gdn.*",), tokens=(0, 64))) as writer:
+        model(prompt, use_cache=False)
+    assert all(entry["occurrence"] == 0 for entry in writer.entries)
+    side = read_side(tmp_path / "run")
+    assert side.passes[0].tensors["layers.01.gdn.decay"].shape == seen.tensors["layers.01.gdn.decay"].shape
 
 
 def test_the_passes_before_a_bad_one_are_written_with_it(model, tmp_path):

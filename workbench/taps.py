@@ -153,3 +153,12 @@ def inside(tap: Tap | None) -> Tap | None:
     so, and pays for none of this. Whoever calls an op with taps inside passes ``inside(tap)`` on.
     """
     return tap if getattr(tap, "sees_inside", True) else None
+
+
+def takes_parts(tap: Tap | None) -> bool:
+    """Whether a stage inside an op may reach the observer in several tensors, blocks of chunks in their order.
+
+    Most observers want each stage of a pass as one tensor, for which all chunks have to be held at once. One whose
+    `takes_parts` is True bounds that memory: its tap points are called once for each block.
+    """
+    return getattr(tap, "takes_parts", False)

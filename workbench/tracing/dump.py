@@ -197,6 +197,8 @@ class ChosenTap:
         self.chosen, self.outer, self.prefix = chosen, outer, prefix
         wants = any(name.startswith(prefix) and is_stage(name) for name in chosen.names)
         self.sees_inside = wants or getattr(outer, "sees_inside", outer is not None)
+        # Which tokens a block of chunks holds, its shape does not tell: a range of tokens needs all of them at once.
+        self.takes_parts = chosen.select.tokens is None and (outer is None or taps.takes_parts(outer))
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if self.outer is not None:

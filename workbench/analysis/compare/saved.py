@@ -26,7 +26,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.analysis.compare.hf import order_of
 from workbench.analysis.compare.sides import UNKNOWN, Side, named
-from workbench.analysis.nans import axes_of
+from workbench.analysis.nans import axes_of, relative_name
 from workbench.analysis.stages import Seen
 from workbench.bundle import Bundle, Origin, read_bundle, write_bundle
 from workbench.errors import InputError
@@ -134,18 +134,25 @@ def renamed(tensors: Mapping[str, Tensor], mapping: Mapping[str, Entry]) -> dict
     return found
 
 
+#: Tap points whose first axis is chunks.
+IN_CHUNKS = {name for name, what in taps.LAYER_TAPS.items() if "[N, " in what}
+
+
 def _kept(path: Path, bundle: Bundle) -> dict[int, dict[str, tuple[Tensor, Any]]]:
     """Pass -> name -> (tensor, its tokens (first, end), None where whole)."""
     by_step: dict[int, dict[str, tuple[Tensor, Any]]] = {}
     try:
         for entry in bundle.content["tensors"]:
-            if entry.get("occurrence", 0):
-                raise InputError(
-                    f"bundle {path}: expected each tap point once in a pass, found {entry['tap']} several times "
-                    "(packed sequences); save the sequences one by one"
-                )
+            seen, tap = by_step.setdefault(int(entry["step"]), {}), entry["tap"]
             tensor = bundle.tensors[entry["file"]][entry["key"]]
-            by_step.setdefault(int(entry["step"]), {})[entry["tap"]] = tensor, entry.get("tokens")
+            if entry.get("occurrence", 0):
+                if relative_name(tap) not in IN_CHUNKS or tap not in seen:
+                    raise InputError(
+                        f"bundle {path}: expected each tap point once in a pass, found {tap} several times (packed "
+                        "sequences); save the sequences one by one"
+                    )
+                tensor = torch.cat([seen[tap][0], tensor])  # blocks of chunks, in their order
+            seen[tap] = tensor, entry.get("tokens")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"bundle {path}: expected the content of a trace, found {error!r}") from None
     if not by_step:

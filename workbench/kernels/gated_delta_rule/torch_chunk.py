@@ -452,11 +452,13 @@ def evaluate(
 #: Byte budget of one matrix of the state-free phase: all value heads of a block of chunks, [C, C] or [C, K + W]
 #: whichever is wider, of which about six are held at a time. Few enough for the caches of a CPU, many enough for a GPU,
 #: where it bounds the memory (all chunks of 100k tokens at once would be 0.8 GB for [C, C] alone at 32 heads). An
-#: observer sees all chunks at once.
+#: observer sees all chunks at once, unless it takes parts.
 BYTES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 29}
+#: The same for an observer that takes stages in parts (`taps.takes_parts`); about ten matrices are held for it.
+OBSERVED_BYTES_AT_ONCE = 1 << 24
 
 
-def groups(active: Sequence[int], matrices: int, limit: int) -> list[list[int]]:
+def groups(active: Sequence[int], matrices: int, limit: float) -> list[list[int]]:
     """Consecutive steps, as many as stay within `limit` bytes with `matrices` bytes a chunk, at least one."""
     parts: list[list[int]] = [[]]
     for count in active:
@@ -517,7 +519,9 @@ def run_in_parts(
     q, k, v_split, log_decay, beta = (layout.split(x) for x in (q, k, v, log_decay, beta))
     log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
     matrices = value_heads * layout.chunk * max(layout.chunk, key_dim + value_dim) * dtype.itemsize
-    parts = [list(layout.active)] if tap is not None else groups(layout.active, matrices, limit)
+    if tap is not None:
+        limit = OBSERVED_BYTES_AT_ONCE if taps.takes_parts(tap) else math.inf
+    parts = groups(layout.active, matrices, limit)
     outs, first = [], 0
     for active in parts:
         here = slice(first, first + sum(active))
