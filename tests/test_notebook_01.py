@@ -127,7 +127,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
     frames = len(controls.RECORDED_LIMITS) * len(controls.RECORDED_POLICIES)
-    assert len(images) == 9 + frames and page.count('<div class="frame"') == frames
+    assert len(images) == 11 + frames and page.count('<div class="frame"') == frames
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80
@@ -143,6 +143,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
 def test_the_page_answers_each_question_of_the_lab(made, code_cells):
     page = html.unescape(made[0].page.read_text(encoding="utf-8"))
     assert "Rows that are not finite in head" in page
+    assert "factored beside safe: the first tensor that differs is" in page and "gives layers.00.gdn.decay" in page
     assert "Under factored it refuses to draw a token." in page and "policy nan_to_num" in page
     assert "the sampled check says that they are clean" in page and "one head from a token on" in page
     for name in CATALOGUE:
