@@ -9,6 +9,7 @@ import models
 import pandas as pd
 import pytest
 import torch
+from small_checkpoint import write_small_checkpoint
 
 import workbench
 from workbench import taps
@@ -20,11 +21,13 @@ from workbench.analysis.compare.sides import kernels_of, run_model
 from workbench.analysis.stages import Seen
 from workbench.bundle import MANIFEST, Origin, write_bundle
 from workbench.checkpoint import write_checkpoint
+from workbench.cli import main
 from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError
 from workbench.kernels.gated_delta_rule import torch_chunk
 from workbench.kernels.registry import OPERATIONS, register_backend
 from workbench.model import CausalLM
+from workbench.provenance import checkpoint_hash
 from workbench.tracing import intervene
 from workbench.tracing.dump import dump
 from workbench.tracing.selection import Selection
@@ -520,3 +523,24 @@ def test_tables_have_what_the_docstring_says(checkpoint):
     for column in ("error", "max_error", "roundings", "inherited", "limit", "own_a", "own_b"):
         assert pd.api.types.is_float_dtype(result.stages[column]), column
     json.dumps(result.to_json(), default=str)
+
+
+def test_a_saved_run_of_other_weights_is_not_judged_by_these(tmp_path):
+    """It would be blamed for weights that it never had."""
+    write_small_checkpoint(tmp_path / "ours")
+    other = "0" * 64
+    save_side(run_model(workbench.load(tmp_path / "ours"), "x", [torch.tensor([ids(9)])], 0), tmp_path / "run",
+              model_hash=other)  # fmt: skip
+    with pytest.raises(InputError, match=r"bundle .*run: expected a run of the checkpoint .* found one of another"):
+        compare(tmp_path / "ours", str(tmp_path / "run"), "torch_chunk")
+    save_side(run_model(workbench.load(tmp_path / "ours"), "x", [torch.tensor([ids(9)])], 0), tmp_path / "own",
+              model_hash=checkpoint_hash(tmp_path / "ours"))  # fmt: skip
+    assert compare(tmp_path / "ours", str(tmp_path / "own"), "torch_chunk").verdict.exit_code == 0
+
+
+def test_a_run_is_not_saved_over_what_is_read_or_saved(tmp_path, capsys):
+    write_small_checkpoint(tmp_path / "c")
+    command = ["compare", str(tmp_path / "c"), "--a", "torch_chunk", "--b", "torch_chunk", "--ids", "1,2,3"]
+    where = str(tmp_path / "d")
+    assert main([*command, "--save-a", where, "--save-b", where]) == 2
+    assert "expected a directory of its own" in capsys.readouterr().err

@@ -153,5 +153,11 @@ def test_requests_one_after_another():
 def test_bad_arguments_are_refused_in_one_line():
     with pytest.raises(InputError, match=r"expected bad rows \[T, V\] of bool"):
         read_pattern(torch.zeros(3, 2), chunk=64)
+    bad = torch.zeros(3, 2, dtype=torch.bool)
+    with pytest.raises(InputError, match=r"log_decay: expected \(3, 2\) as bad"):
+        read_pattern(bad, chunk=64, log_decay=torch.zeros(1, 3, 2))
+    for key_heads in (-1, 0, 3):
+        with pytest.raises(InputError, match="key_heads: expected a divisor of 2 heads"):
+            read_pattern(bad, chunk=64, key_heads=key_heads)
     with pytest.raises(InputError, match="chunk: expected at least 1"):
         read_pattern(torch.zeros(3, 2, dtype=torch.bool), chunk=0)

@@ -7,12 +7,14 @@ import models
 import pytest
 import torch
 
-from workbench.analysis.provenance import diagnose_stages, path_to_logits
+from workbench.analysis.provenance import diagnose_stages, path_to_logits, unsafe_traits
 from workbench.analysis.stages import stage_watch
 from workbench.cli import main
 from workbench.config import ModelConfig
+from workbench.errors import InputError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
+from workbench.numerics import PRESETS
 from workbench.tracing import intervene
 
 
@@ -78,6 +80,50 @@ def test_the_command_line(tmp_path, capsys):
     assert main([*command[:-2], "--decode", "2"]) == 2
     assert "--decode 2: expected a number of tokens, with --check float64" in capsys.readouterr().err
     assert main([*command, "--casts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "trait"),
+    [("clamp_cumsum_20", "clamp of cumsum to [-20, 20] in prefill"), ("factored", "exponent factored"),
+     ("bf16_cumsum", "cumsum in bfloat16"), ("nan_to_num", "nan_to_num")],
+)  # fmt: skip
+def test_a_policy_that_is_not_safe_is_named_as_the_likely_cause(policy, trait):
+    verdict = diagnose_stages(watched(policy))
+    assert (verdict.cause_id, verdict.confidence) == ("numerics_policy", "likely")
+    assert trait in verdict.evidence[1] and "policy `safe`" in verdict.fix
+    assert unsafe_traits(PRESETS["safe"]) == unsafe_traits(PRESETS["segsum"]) == []
+
+
+def test_a_watch_that_saw_nothing_is_no_verdict():
+    model = CausalLM(ModelConfig.from_hf(models.mini())).eval()
+    with stage_watch(model) as watch:
+        pass
+    with pytest.raises(InputError, match="expected at least one watched pass"):
+        diagnose_stages(watch)
+
+
+def test_flags_of_what_flags_do_not_see_are_refused(capsys):
+    command = ["trace", "data/miniature", "--prompt", "Shall I compare thee"]
+    assert main([*command, "--check", "flags", "--tap", "*.gdn.decay"]) == 2
+    assert "expected some tensor to watch" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [["--layers", "3-1"], ["--tokens", "500:600"], ["--steps", "5:9"]])
+def test_a_selection_that_leaves_nothing_is_refused_and_keeps_what_was_there(tmp_path, capsys, options):
+    command = ["trace", "data/miniature", "--prompt", "Shall I compare thee"]
+    target = tmp_path / "run"
+    assert main([*command, "--dump", str(target), "--tap", "embed"]) == 0
+    before = sorted((path.name, path.read_bytes()) for path in target.iterdir())
+    assert main([*command, *options, "--dump", str(target)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert "expected" in error[-1] and sorted((path.name, path.read_bytes()) for path in target.iterdir()) == before
+
+
+def test_flags_claim_no_share_and_no_kind(capsys):
+    prompt = "Shall I compare thee to a summer's day? " * 8
+    assert main(["trace", "data/miniature", "--prompt", prompt, "--policy", "factored", "--check", "flags"]) == 1
+    out = capsys.readouterr().out
+    assert "tensors that are not finite, in the order of computation" in out and "NaN" not in out.splitlines()[-3]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 65])

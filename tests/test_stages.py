@@ -52,7 +52,7 @@ def named(watch) -> set[tuple[int | None, str, str]]:
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("decay", ["class_default", "realistic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_nothing_is_found_in_sound_models(tokens, decay, dtype):
     model = model_of(decay=decay).to(dtype)
     with torch.inference_mode(), stage_watch(model) as watch:
@@ -392,3 +392,12 @@ def test_packed_and_padded_batches_are_refused_in_one_line():
     with pytest.raises(InputError, match="expected a batch without padding"), stage_watch(model):
         model(ids(), cu_seqlens=torch.tensor([0, 30, PROMPT]))
     assert model.tap is None and "forward" not in vars(model)
+
+
+def test_a_watch_inside_a_watch_is_refused_and_leaves_the_outer_one():
+    model = model_of()
+    with stage_watch(model) as outer:
+        with pytest.raises(InputError, match="expected a model with its own forward"), stage_watch(model):
+            pass
+        model(ids(5))
+    assert len(outer.table) > 50 and "forward" not in vars(model)

@@ -159,6 +159,10 @@ def read_pattern(
     """
     if bad.dim() != 2 or bad.dtype != torch.bool or not bad.numel():
         raise InputError(f"pattern: expected bad rows [T, V] of bool, found {bad.dtype} {tuple(bad.shape)}")
+    if log_decay is not None and log_decay.shape != bad.shape:
+        raise InputError(f"pattern: log_decay: expected {tuple(bad.shape)} as bad, found {tuple(log_decay.shape)}")
+    if key_heads is not None and (key_heads < 1 or bad.shape[1] % key_heads):
+        raise InputError(f"pattern: key_heads: expected a divisor of {bad.shape[1]} heads, found {key_heads}")
     if chunk < 1:
         raise InputError(f"pattern: chunk: expected at least 1, found {chunk}")
     numbers = tuple(int(head) for head in bad.any(0).nonzero().flatten())

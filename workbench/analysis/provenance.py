@@ -9,7 +9,12 @@ import pandas as pd
 from workbench.analysis.nans import axes_of, relative_name
 from workbench.analysis.stages import CACHE_TAPS, ROW_FACTOR, StageWatch
 from workbench.analysis.verdict import NOT_ESTABLISHED, Verdict, Where
-from workbench.numerics import LARGEST
+from workbench.errors import InputError
+from workbench.numerics import ACCURATE_SOLVERS, LARGEST, NumericsPolicy
+
+#: Cause of a fault in an op that computes as its policy asks, which is not the safe one; and those ops.
+NUMERICS_POLICY = "numerics_policy"
+POLICY_OPS = ("gated_delta_rule", "log_decay")
 
 #: Tap points that a sentence about a path names at most; the middle of a longer one is left out.
 PATH_NAMES = 7
@@ -59,6 +64,8 @@ def place(row: pd.Series) -> Where:
 def diagnose_stages(watch: StageWatch) -> Verdict:
     """The first op at fault, with the evidence for it; see `stages` for what at fault means."""
     table = watch.table
+    if table.empty:
+        raise InputError("provenance: expected at least one watched pass, found none; run the model inside the watch")
     row = watch.first_fault
     passes = table["step"].nunique()
     seen = f"{len(table)} tensors of {passes} forward pass{'' if passes == 1 else 'es'}"
@@ -92,7 +99,25 @@ def diagnose_stages(watch: StageWatch) -> Verdict:
         ruled_out += list(reading.pattern.rules_out)
     kind = "is not finite" if not row["output_finite"] else "is wrong"
     sentence = f"First op at fault: {where.op}, whose output {row['tap']} {kind} in pass {row['step']}"
-    return Verdict(sentence, where, NOT_ESTABLISHED, tuple(evidence), tuple(ruled_out), None, NOT_ESTABLISHED)
+    traits = unsafe_traits(watch.model.kernels.policy) if where.op in POLICY_OPS else []
+    if not traits:
+        return Verdict(sentence, where, NOT_ESTABLISHED, tuple(evidence), tuple(ruled_out), None, NOT_ESTABLISHED)
+    evidence.insert(1, f"the policy asks for what departs from float64: {'; '.join(traits)}")
+    fix = "run again with policy `safe`: if the fault is gone, it was the policy's"
+    return Verdict(sentence, where, NUMERICS_POLICY, tuple(evidence), tuple(ruled_out), fix, "likely")
+
+
+def unsafe_traits(policy: NumericsPolicy) -> list[str]:
+    """What of a policy is not as accurate as its dtype allows, each in words; empty for `safe` and its equals."""
+    traits = []
+    if policy.exponent != "difference_then_mask":
+        traits.append(f"exponent {policy.exponent}")
+    if policy.cumsum not in ("float64", "segsum"):
+        traits.append(f"cumsum in {policy.cumsum}")
+    if policy.solver not in ACCURATE_SOLVERS:
+        traits.append(f"solver {policy.solver}")
+    traits += [f"clamp of {clamp.site} to [{clamp.lo:g}, {clamp.hi:g}] in {clamp.phase}" for clamp in policy.clamps]
+    return [*traits, "nan_to_num"] if policy.nan_to_num else traits
 
 
 def _what_is_wrong(row: pd.Series) -> str:

@@ -206,7 +206,8 @@ class LayerStages:
 
     def log_decay(self) -> Tensor:
         raw = self.through(self.value(taps.INPUT_NORM), self.mixer.in_proj_a)
-        return -self.mixer.A_log.double().exp() * F.softplus(raw + self.mixer.dt_bias.double())
+        # The rate is kept in fp32 whatever the model's dtype, and so is its exponential.
+        return -self.mixer.A_log.exp().double() * F.softplus(raw + self.mixer.dt_bias.double())
 
     def conv(self) -> Tensor:
         return reference("causal_conv")(
@@ -736,6 +737,8 @@ def stage_watch(model: CausalLM, *, keep: bool = False) -> Iterator[StageWatch]:
     Each pass is followed by its float64 recomputation, so that it takes several times as long, and all its tensors are
     kept until then. Raises InputError for packed and padded batches and for sequences of different lengths.
     """
+    if "forward" in vars(model):
+        raise InputError("stages: expected a model with its own forward, found it replaced; leave the other watch")
     watch = StageWatch(model, keep)
     outer = model.tap
     forward = model.forward

@@ -74,6 +74,12 @@ def run(options: argparse.Namespace) -> int:
         side = getattr(options, name)
         if os.sep in side and ":" not in side and not Path(side).is_dir():
             raise InputError(f"--{name} {side}: expected the directory of a bundle, found none there")
+    taken = [Path(side).resolve() for side in (options.a, options.b) if Path(side).is_dir()]
+    for name, path in (("a", options.save_a), ("b", options.save_b)):
+        if path is not None:
+            if path.resolve() in taken:
+                raise InputError(f"--save-{name} {path}: expected a directory of its own, found one that is in use")
+            taken.append(path.resolve())
     result = compare(
         options.checkpoint, options.a, options.b, prompt=_prompt(options), decode=options.decode,
         dtype_a=options.dtype_a, dtype_b=options.dtype_b, device=options.device, expert_layout=options.expert_layout,

@@ -110,6 +110,11 @@ def run(options: argparse.Namespace) -> int:
         output = model(input_ids, use_cache=options.decode > 0)
         for _ in range(options.decode):
             output = model(output.logits[:, -1:].argmax(-1), cache=output.cache)
+    if seen.table.empty:
+        raise InputError(
+            f"trace: expected some tensor to watch, found that the selection left none of {options.decode + 1} passes "
+            f"and {input_ids.shape[1]} tokens; widen --tap, --layers, --tokens or --steps (flags do not see inside ops)"
+        )
     verdict = nans.diagnose(seen.table, model.kernels.policy, options.check)
     if options.json is not None:
         content = {
@@ -151,7 +156,10 @@ def _selection(options: argparse.Namespace) -> Selection | None:
         found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
         if found is None:
             raise InputError(f"--layers: expected numbers and ranges such as 0-3,7, found {options.layers!r:.60}")
-        layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        first, last = int(found[1]), int(found[2] or found[1])
+        if first > last:
+            raise InputError(f"--layers: expected ranges that rise such as 0-3, found {part.strip()!r:.60}")
+        layers.update(range(first, last + 1))
     ranges = {}
     for name in ("tokens", "steps"):
         text = getattr(options, name)
@@ -258,6 +266,8 @@ def _text(verdict: Verdict, table: pd.DataFrame, options: argparse.Namespace) ->
 
     lines = _verdict_lines(verdict)
     has_range = options.check == "statistics"
+    if options.check == "flags":
+        return "\n".join([*lines, *_flagged(table, options.top)])
     if not (verdict.is_fault or has_range):
         return "\n".join(lines)  # nothing is bad, and no range says what comes nearest to it
     columns = {name: head for name, head in TRACE_COLUMNS.items() if has_range or name not in NOT_CHECKED}
@@ -267,6 +277,18 @@ def _text(verdict: Verdict, table: pd.DataFrame, options: argparse.Namespace) ->
     )
     lines += ["", f"{len(shown)} of {len(table)} tensors, {what}:", text_table(shown, {"shape": "shape"})]
     return "\n".join(lines)
+
+
+def _flagged(table: pd.DataFrame, count: int) -> list[str]:
+    """Which tensors hold something that is not finite: how much of them, and of which kind, flags do not tell."""
+    from workbench.analysis.nans import bad_share
+
+    bad = table[bad_share(table) > 0]
+    if bad.empty:
+        return []
+    shown = bad[["step", "tap", "dtype", "shape"]].head(count).rename(columns={"step": "pass"})
+    return ["", f"{len(shown)} of {len(bad)} tensors that are not finite, in the order of computation:",
+            text_table(shown, {"shape": "shape"})]  # fmt: skip
 
 
 def _casts_text(casts: pd.DataFrame, count: int) -> str:

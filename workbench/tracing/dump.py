@@ -260,6 +260,11 @@ def dump(
                 yield writer
         finally:
             writer.close()
+        if not writer.entries and not writer.left_out:
+            raise InputError(
+                f"dump {path}: expected some tensor to write, found that the selection left none of {chosen.step + 1} "
+                "passes; what was there before is untouched"
+            )
         unfinished.content.update(writer.content(select, chosen.step + 1))
         unfinished.content["backends_run"] = list(origin_of(model).backends)
 

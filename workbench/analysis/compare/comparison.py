@@ -22,6 +22,7 @@ from workbench.analysis.stages import judge_passes, unit
 from workbench.analysis.verdict import NOT_ESTABLISHED, Verdict, Where
 from workbench.errors import InputError
 from workbench.model import CausalLM
+from workbench.provenance import checkpoint_hash
 from workbench.tokenizer import Tokenizer
 
 SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
@@ -134,6 +135,8 @@ def compare(
             sides[name] = read_side(Path(what), mapping)
         elif mapping is not None:
             raise InputError(f"compare: mapping of side {name}: expected with a saved bundle, found side {what!r}")
+    if checkpoint is not None:
+        _same_model(Path(checkpoint), given, sides)
     feeds = _feeds(checkpoint, prompt, sides)
     left = 0 if sides else decode
     for name, (what, dtype, _) in given.items():
@@ -155,6 +158,20 @@ def compare(
             side.judged = judge_passes(model, side.passes).table
     _same_weights(a, b)
     return compare_sides(sides["a"], sides["b"])
+
+
+def _same_model(checkpoint: Path, given: Mapping[str, tuple], sides: Mapping[str, Side]) -> None:
+    """A saved run is judged by the weights of the checkpoint: they must be those that it was made with."""
+    saved = {name: side.model_hash for name, side in sides.items() if side.model_hash is not None}
+    if not saved:
+        return
+    expected = checkpoint_hash(checkpoint.parent if checkpoint.is_file() else checkpoint)
+    for name, found in saved.items():
+        if found != expected:
+            raise InputError(
+                f"compare: bundle {given[name][0]}: expected a run of the checkpoint {checkpoint} (hash "
+                f"{expected[:12]}), found one of another (hash {found[:12]}); give its own, or two bundles alone"
+            )
 
 
 def _feeds(checkpoint: str | Path | None, prompt: Any, sides: Mapping[str, Side]) -> list[Tensor]:

@@ -214,7 +214,8 @@ def read_side(path: Path, mapping: str | Path | Mapping[str, Any] | None = None)
         past += ids.shape[1]
     origin = bundle.origin
     return Side(
-        str(path), "bundle", passes, None, bundle.content.get("dtype"), origin.policy, list(origin.backends), is_cut
+        str(path), "bundle", passes, None, bundle.content.get("dtype"), origin.policy, list(origin.backends), is_cut,
+        origin.model_hash,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Side:
     judged    `StageWatch.table`: each op beside float64 of its own inputs; None where there were no weights
     dtype     of the weights, where known
     policy, backends   JSON values, as in a bundle
+    model_hash  of the checkpoint that a bundle says it was made with, None where it does not
     is_cut    whether some tensors hold a range of the tokens alone, or the tokens of a pass are not even counted
     """
 
@@ -45,6 +46,7 @@ class Side:
     policy: dict[str, Any] | None = None
     backends: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False
+    model_hash: str | None = None
 
     @property
     def feeds(self) -> list[Tensor]:
