@@ -125,6 +125,23 @@ def test_the_op_that_gave_a_wrong_tensor_is_named(name, how):
     assert first["output_finite"] == (how == "scaled")
 
 
+@pytest.mark.parametrize("how", ["nan", "inf", "scaled"])
+@pytest.mark.parametrize("name", [taps.EMBED, taps.FINAL_NORM, taps.LOGITS])
+def test_the_embedding_the_last_norm_and_the_head_are_named(name, how):
+    with intervene(model := model_of(), {name: lambda x: spoiled(x, how)}):
+        watch = run(model)
+    assert {tap for _, tap, _ in named(watch)} == {name}
+    assert watch.first_fault["op"] == {"embed": "embed_tokens", "final_norm": "rms_norm", "logits": "lm_head"}[name]
+
+
+def test_a_transposed_state_is_named_where_both_sizes_are_equal():
+    """With unequal ones it cannot hide."""
+    config = ModelConfig.from_hf(models.mini(linear_value_head_dim=16))
+    model = CausalLM(config).init_weights(3, "realistic").eval()
+    watch = run(model, spoil_state(lambda s: s.transpose(-1, -2).contiguous()))
+    assert named(watch) == {(1, "layers.01.cache.state", "recurrent state")}
+
+
 # ---- ops that compute something else
 
 
