@@ -127,7 +127,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made[0].page.read_text(encoding="utf-8")
     images = re.findall(r"<img [^>]*>", page)
     frames = len(controls.RECORDED_LIMITS) * len(controls.RECORDED_POLICIES)
-    assert len(images) == 11 + frames and page.count('<div class="frame"') == frames
+    assert len(images) == 12 + frames and page.count('<div class="frame"') == frames
     for image in images:
         alt, data = re.search(r'alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', image).groups()
         assert len(alt) > 80

@@ -11,7 +11,7 @@ import torch
 import workbench
 from workbench import plots
 from workbench.analysis.compare import compare
-from workbench.analysis.spread import bad_spread, exponent_table, exponents_of
+from workbench.analysis.spread import bad_spread, exponent_table, exponents_of, layer_exponents
 from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
@@ -102,6 +102,16 @@ def test_exponents_of_a_trace_are_those_of_its_tensors():
         exponents_of(seen.table.drop(columns="exponents"), names)
     with pytest.raises(InputError, match="in pass 7"):
         exponents_of(seen.table, names, step=7)
+
+
+def test_exponents_of_one_layer():
+    tensors = {"layers.02.gdn.q": torch.ones(3), "layers.02.gdn.k": 2 * torch.ones(3), "layers.05.gdn.q": torch.ones(3)}
+    found = layer_exponents(tensors)
+    assert set(found["tap"]) == {"layers.02.gdn.q", "layers.02.gdn.k"} and set(found["exponent"]) == {0, 1}
+    assert set(layer_exponents(tensors, 5)["tap"]) == {"layers.05.gdn.q"}
+    for bad in (({}, None), (tensors, 3)):
+        with pytest.raises(InputError, match="expected tensors of layer"):
+            layer_exponents(*bad)
 
 
 def test_the_spread_of_a_nan_is_by_token_and_head():

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench import taps
 from workbench.analysis.nans import axes_of
 from workbench.errors import InputError
 
@@ -72,6 +73,15 @@ def exponent_table(tensors: Mapping[str, Tensor]) -> pd.DataFrame:
             "share": (counts.double() / max(values.numel(), 1)).tolist(),
         }))  # fmt: skip
     return pd.concat(frames, ignore_index=True)
+
+
+def layer_exponents(tensors: Mapping[str, Tensor], layer: int | None = None) -> pd.DataFrame:
+    """`exponent_table` of what `tensors` hold of one layer; None is the first that they hold anything of."""
+    layers = sorted({found for found, _ in map(taps.split_name, tensors) if found is not None})
+    if not layers or (layer is not None and layer not in layers):
+        raise InputError(f"spread: expected tensors of layer {layer}, found those of {layers or 'none'}")
+    chosen = layers[0] if layer is None else layer
+    return exponent_table({name: x for name, x in tensors.items() if taps.split_name(name)[0] == chosen})
 
 
 def exponents_of(table: pd.DataFrame, names: Sequence[str], step: int = 0) -> pd.DataFrame:
