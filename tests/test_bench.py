@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from workbench import bench
+from workbench.bench.result import RESULTS, command_of
 from workbench.errors import InputError
 from workbench.provenance import commit
 
@@ -165,3 +166,16 @@ def test_cases_that_are_over_are_kept_until_the_result_is_there(tmp_path):
         bench.Unfinished(tmp_path / "new", "name", {}, said.append)
     kept.remove()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("out", [["--out", "/somewhere/of mine"], ["--out=/somewhere"], ["--out"], []])
+def test_the_recorded_command_says_how_it_was_measured_and_not_where_the_file_went(out):
+    assert command_of(["b.py", "--rounds", "9", *out]) == "python b.py --rounds 9"
+
+
+def test_committed_results_name_no_folder_of_a_machine():
+    files = sorted(RESULTS.glob("*.json"))
+    assert files
+    for path in files:
+        command = bench.read_result(path)["command"].split()
+        assert not [word for word in command if word.startswith("/")], path.name

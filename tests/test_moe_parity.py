@@ -11,6 +11,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 from workbench import kernels
 from workbench.analysis.launches import count_launches
 from workbench.analysis.runs import using_policy
+from workbench.cli import options
 from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError, WorkspaceError
 from workbench.kernels import Kernels
@@ -313,3 +314,7 @@ def test_scratch_that_was_not_declared_is_named():
     used = Kernels("experts=torch_sorted", workspace=workspace)
     with torch.inference_mode(), pytest.raises(WorkspaceError, match=r"buffer 'experts.gate_up': expected .*declared"):
         used.experts(**moe_inputs())
+
+
+def test_the_command_line_offers_the_dtypes_that_a_router_takes():
+    assert [getattr(torch, name) for name in options.ROUTER_DTYPES] == list(kernels.ROUTER_DTYPES)

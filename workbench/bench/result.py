@@ -77,6 +77,17 @@ class Row:
         return cls(case, backend, unit, median, iqr, len(samples), share_of_limit, tuple(attested))
 
 
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that repeats a measurement, without ``--out``: where the file went was no condition of it."""
+    kept, given = [], iter(arguments)
+    for argument in given:
+        if argument == "--out":
+            next(given, None)  # its value
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return shlex.join(["python", *kept])
+
+
 def write_result(
     folder: Path,
     name: str,
@@ -106,7 +117,7 @@ def write_result(
     machine = hardware(device) | dict(conditions or {})
     content = {
         "schema": SCHEMA,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_of(sys.argv),
         "commit": head,
         "dirty": dirty,
         "hardware": machine,
