@@ -121,15 +121,6 @@ def test_a_registered_backend_runs_only_where_it_is_named(operations):
     assert "by_hand" not in OPERATIONS["linear"].backends, "the fixture gave the test a table of its own"
 
 
-def test_a_failing_backend_is_not_replaced(operations):
-    def fail(x, weight):
-        raise RuntimeError("out of memory")
-
-    register_backend("linear", "failing", fail, lambda call: None)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Kernels("linear=failing").linear(torch.ones(1, 2), torch.ones(1, 2))
-
-
 def test_the_attestation_counts_calls_by_backend_and_phase():
     kernels = Kernels()
     inputs = spec.example(tokens=3)

@@ -32,6 +32,18 @@ class BackendError(WorkbenchError):
     """A kernel backend was asked for that is unknown, or that cannot run these arguments on this machine."""
 
 
+class BackendFailure(BackendError):
+    """A backend failed while it ran: `op` and `backend` say which; the cause is the exception that it raised."""
+
+    def __init__(self, message: str, op: str, backend: str):
+        super().__init__(message)
+        self.op, self.backend = op, backend
+
+
+class BackendWarning(UserWarning):
+    """A backend failed and was tried again, or another took its place: only with strict=False (`--lenient`)."""
+
+
 class PolicyError(WorkbenchError):
     """A numerics policy holds an unknown or contradictory setting."""
 

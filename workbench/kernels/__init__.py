@@ -6,9 +6,9 @@ the contracts. The functions below it are the same ops for use without a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,33 +23,15 @@ from workbench.kernels import linear as _linear
 from workbench.kernels import norms as _norms
 from workbench.kernels import routing as _routing
 from workbench.kernels.alignment.spec import Alignment
-from workbench.kernels.registry import Call, Resolution, parse_selection, resolve
+from workbench.kernels.dispatch import Attestation, Site, merged
+from workbench.kernels.machine import Machine, rehearsed_machine
+from workbench.kernels.registry import Call, backend_named, parse_selection
 from workbench.kernels.workspace import Workspace
 from workbench.numerics import NumericsPolicy, resolve_policy
 from workbench.taps import Tap
 
-
-@dataclass(frozen=True, slots=True)
-class Attestation:
-    """Which backend served an op, how often, why it was chosen, and what was refused before it."""
-
-    op: str
-    backend: str
-    device: str
-    dtype: str
-    tokens: str
-    calls: int
-    reason: str
-    refused: tuple[tuple[str, str], ...]
-
-
-@dataclass(slots=True)
-class _Choice:
-    """The backend chosen for one kind of call, and the number of calls."""
-
-    run: Callable[..., Any]
-    resolution: Resolution
-    calls: int = 0
+if TYPE_CHECKING:
+    from workbench.cards import Card
 
 
 #: In which router logits and softmax may be asked for.
@@ -62,13 +44,18 @@ class Kernels:
     `requested` maps an op to the backend named by the user; `policy` goes to every gated delta rule call;
     `router_dtype` is the dtype of router logits and softmax, None for logits in the model's and softmax in fp32 or
     better; `workspace` is scratch memory for the ops that take some (`experts.spec.declare_scratch`), used where no
-    gradient is recorded. Raises BackendError, at the first call that it concerns, when a named backend refuses or no
-    backend can serve.
+    gradient is recorded; `strict=False` repeats a call that failed and may replace its backend (see `dispatch`);
+    `card` is the profile of a card to rehearse: backends are chosen, and calls routed and cast, as on that card. A
+    named backend of the gated delta rule that computes by one policy (`Backend.policy`) has it if none is given.
+
+    Raises BackendError, at the first call that it concerns, when a named backend refuses or no backend can serve, and
+    BackendFailure when a backend fails while it runs.
     """
 
     def __init__(
         self, requested: Mapping[str, str] | str | None = None, policy: NumericsPolicy | str | None = None,
-        router_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
+        router_dtype: torch.dtype | None = None, workspace: Workspace | None = None, *, strict: bool = True,
+        card: Card | None = None,
     ):  # fmt: skip
         if requested is None or isinstance(requested, str):
             selection = parse_selection(requested)
@@ -84,47 +71,56 @@ class Kernels:
                 f"backend: expected [OP=]NAME[:POLICY] or a mapping of op to name, found {type(requested).__name__}"
             )
         self.requested = dict(requested)
+        named = self.requested.get(_gated_delta_rule.spec.OP)
+        if policy is None and named is not None:
+            policy = backend_named(_gated_delta_rule.spec.OP, named).policy
         self.policy = resolve_policy(policy)
         if router_dtype not in (None, *ROUTER_DTYPES):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROUTER_DTYPES)
             raise BackendError(f"router_dtype: expected one of {names}, found {router_dtype}")
         self.router_dtype, self.workspace = router_dtype, workspace
-        self._choices: dict[tuple, _Choice] = {}
+        self.strict, self.card = strict, card
+        self._machine: Machine | None = None if card is None else rehearsed_machine(card)
+        self._rehearsal = None
+        self._sites: dict[tuple, Site] = {}
 
     def _backend(
         self, op: str, tokens: int, x: Tensor, *others: Tensor | None, packed: bool = False,
         weight_shape: tuple[int, ...] = (),
-    ) -> Callable[..., Any]:  # fmt: skip
+    ) -> Site:  # fmt: skip
         # Any input may be the only one to train: a backend without a backward pass would drop its gradient silently.
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or any(other is not None and other.requires_grad for other in others)
         )
         key = (op, tokens, packed, needs_grad, x.dtype, x.device, weight_shape)
-        choice = self._choices.get(key)
-        if choice is None:
-            call = Call(op, x.device.type, x.dtype, tokens, packed, needs_grad, self.policy, tuple(weight_shape))
-            resolution = resolve(call, self.requested.get(op))
-            choice = self._choices[key] = _Choice(resolution.backend.run, resolution)
-        choice.calls += 1
-        return choice.run
+        site = self._sites.get(key)
+        if site is None:
+            device = x.device.type if self._machine is None else self._machine.device
+            call = Call(
+                op, device, x.dtype, tokens, packed, needs_grad, self.policy, tuple(weight_shape), self._machine,
+                x.device.type,
+            )  # fmt: skip
+            site = self._sites[key] = Site(call, self.requested.get(op), self.card, self.strict)
+        return site
+
+    def rehearsal(self) -> AbstractContextManager:
+        """What a pass of a model runs in: the limits of the card's primitives (`rehearsal`); nothing without a card."""
+        if self.card is None:
+            return nullcontext()
+        if self._rehearsal is None:
+            from workbench.kernels.rehearsal import Rehearsal
+
+            self._rehearsal = Rehearsal(self.card)
+        return self._rehearsal
 
     def attestation(self) -> list[Attestation]:
         """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
-        rows: dict[tuple, Attestation] = {}
-        for (op, tokens, _, _, dtype, device, _), choice in self._choices.items():
-            if not choice.calls:
-                continue
-            resolution = choice.resolution
-            phase = "1" if tokens == 1 else "2 and more"
-            group = (op, resolution.backend.name, device.type, str(dtype).removeprefix("torch."), phase)
-            calls = choice.calls + (rows[group].calls if group in rows else 0)
-            rows[group] = Attestation(*group, calls, resolution.reason, resolution.refused)
-        return [rows[group] for group in sorted(rows)]
+        return merged(row for site in self._sites.values() for row in site.attested())
 
     def reset_attestation(self) -> None:
         """Forget the counts (the choices stay)."""
-        for choice in self._choices.values():
-            choice.calls = 0
+        for site in self._sites.values():
+            site.forget()
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor,

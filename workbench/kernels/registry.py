@@ -1,20 +1,25 @@
-"""Which implementation of an op runs: declared backends, a choice made before the call, and a record of it.
+"""Which implementation of an op may run: declared backends, and a choice made before the call.
 
-Rules. A backend named by the user runs or the call fails with the exact reason; it is never replaced. Where
-nobody named one, the op's own order of preference decides, the refusals are kept, and `Kernels.attestation`
-shows them with the number of calls. A backend that fails while it runs is an error in both cases.
+A backend named by the user is taken, or the call fails with the exact reason. Where nobody named one, the op's own
+order of preference decides, and the refusals are kept. A card's rules (`workbench.cards`) may route a call to another
+backend or cast its inputs; both are part of the outcome. What happens when the choice then fails is `dispatch`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.errors import BackendError
+from workbench.kernels.machine import Machine, this_machine
+from workbench.kernels.requirements import Requires, dtype_name
 from workbench.numerics import NumericsPolicy
+
+if TYPE_CHECKING:
+    from workbench.cards import Card, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,9 @@ class Call:
 
     `tokens` is the number of tokens of one sequence for sequence ops and of all rows for per-row ops;
     `packed` says that sequences of different length share one batch row; `needs_grad` that a backward pass
-    will follow; `weight_shape` is that of the op's (first) matrix, empty where it has none.
+    will follow; `weight_shape` is that of the op's (first) matrix, empty where it has none. `machine` is what the call
+    is judged by, None for this machine's `device`; `tensor_device` the kind of device that holds the tensors, empty
+    where that is `device`, another one while a card is rehearsed.
     """
 
     op: str
@@ -34,16 +41,38 @@ class Call:
     needs_grad: bool
     policy: NumericsPolicy
     weight_shape: tuple[int, ...] = ()
+    machine: Machine = None  # type: ignore[assignment]
+    tensor_device: str = ""
+
+    def __post_init__(self) -> None:
+        if self.machine is None:
+            object.__setattr__(self, "machine", this_machine(self.device))
+        if not self.tensor_device:
+            object.__setattr__(self, "tensor_device", self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation of one op: `supports(call)` is the reason of refusal or None, `run` the op itself."""
+    """One implementation of one op.
+
+    run       the op itself, with the signature of the op's `spec`
+    supports  the reason why a call cannot be served, or None: limits of shapes, sizes and policies
+    requires  what it needs of the machine
+    mutates   names of inputs that it updates in place
+    policy    preset that describes what it computes; it is the policy of whoever names the backend and no policy
+    """
 
     op: str
     name: str
     run: Callable[..., Any]
     supports: Callable[[Call], str | None]
+    requires: Requires = field(default_factory=Requires)
+    mutates: tuple[str, ...] = ()
+    policy: str | None = None
+
+    def refusal(self, call: Call) -> str | None:
+        """Why the call cannot be served, None where it can; says everything that can be known before the call."""
+        return self.requires.refusal(call) or self.supports(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +86,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons."""
+    """Outcome of a choice: the backend, why it was taken, and what was refused before it, with the reasons.
+
+    `routed` is the backend that a card's rule sends this call away from, `cast` the dtype that one casts inputs to;
+    None without such a rule. `reason` names the rule.
+    """
 
     backend: Backend
     reason: str
     refused: tuple[tuple[str, str], ...] = ()
+    routed: str | None = None
+    cast: torch.dtype | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -71,18 +106,29 @@ def register_operation(
     name: str, modules: Mapping[str, Any], automatic_order: Callable[[Call], tuple[str, ...]]
 ) -> Operation:
     """Declare an op. `modules` maps a backend's name to what offers its ``run`` and ``supports``."""
-    backends = {key: Backend(name, key, module.run, module.supports) for key, module in modules.items()}
+    backends = {key: _declared(name, key, module) for key, module in modules.items()}
     OPERATIONS[name] = Operation(name, backends, automatic_order)
     return OPERATIONS[name]
 
 
-def register_backend(op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None]) -> None:
+def _declared(op: str, name: str, module: Any) -> Backend:
+    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES and POLICY."""
+    return Backend(
+        op, name, module.run, module.supports, getattr(module, "REQUIRES", Requires()),
+        tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None),
+    )  # fmt: skip
+
+
+def register_backend(
+    op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None], *,
+    requires: Requires | None = None, mutates: Collection[str] = (), policy: str | None = None,
+) -> None:  # fmt: skip
     """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is taken."""
     operation = operation_named(op)
     if name in operation.backends:
         raise BackendError(f"op {op}: backend {name!r} is registered already; choose another name")
-    backends = dict(operation.backends) | {name: Backend(op, name, run, supports)}
-    OPERATIONS[op] = Operation(op, backends, operation.automatic_order)
+    added = Backend(op, name, run, supports, requires or Requires(), tuple(mutates), policy)
+    OPERATIONS[op] = Operation(op, dict(operation.backends) | {name: added}, operation.automatic_order)
 
 
 def operation_named(op: str) -> Operation:
@@ -91,29 +137,60 @@ def operation_named(op: str) -> Operation:
     return OPERATIONS[op]
 
 
-def resolve(call: Call, requested: str | None = None) -> Resolution:
-    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses."""
-    operation = operation_named(call.op)
+def backend_named(op: str, name: str) -> Backend:
+    """Raises BackendError, with the names that there are, for an op or a backend that is not declared."""
+    operation = operation_named(op)
+    if name not in operation.backends:
+        raise BackendError(f"op {op}: unknown backend {name!r}, expected one of {', '.join(operation.backends)}")
+    return operation.backends[name]
+
+
+def resolve(
+    call: Call, requested: str | None = None, card: Card | None = None, failed: Mapping[str, str] | None = None
+) -> Resolution:
+    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses.
+
+    `card` may route or cast by its rules; `failed` are backends that failed at this call before, with their errors.
+    """
     if requested is not None:
-        if requested not in operation.backends:
-            raise BackendError(
-                f"op {call.op}: unknown backend {requested!r}, expected one of {', '.join(operation.backends)}"
-            )
-        backend = operation.backends[requested]
-        refusal = backend.supports(call)
-        if refusal is not None:
-            raise BackendError(f"op {call.op}: backend {requested} was asked for and cannot serve this call: {refusal}")
-        return Resolution(backend, "named by the user")
+        found = _tried(backend_named(call.op, requested), call, card, "named by the user")
+        if isinstance(found, str):
+            raise BackendError(f"op {call.op}: backend {requested} was asked for and cannot serve this call: {found}")
+        return found
+    operation = operation_named(call.op)
     refused: list[tuple[str, str]] = []
+    why = f"first of the automatic order for {call.tokens} tokens on {call.device} that can serve"
     for name in operation.automatic_order(call):
-        backend = operation.backends[name]
-        refusal = backend.supports(call)
-        if refusal is None:
-            reason = f"first of the automatic order for {call.tokens} tokens on {call.device} that can serve"
-            return Resolution(backend, reason, tuple(refused))
-        refused.append((name, refusal))
+        found = (failed or {}).get(name) or _tried(operation.backends[name], call, card, why)
+        if not isinstance(found, str):
+            return replace(found, refused=tuple(refused))
+        refused.append((name, found))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise BackendError(f"op {call.op}: no backend can serve {call.dtype} on {call.device}: {reasons}")
+
+
+def _tried(backend: Backend, call: Call, card: Card | None, why: str) -> Resolution | str:
+    """The choice of one backend after the card's rules, or why it cannot be."""
+    rule = None if card is None else ruling(card, backend, call.dtype)
+    if rule is None or rule.outcome == "run":
+        return backend.refusal(call) or Resolution(backend, why)
+    named = f"card {card.name}: {rule.why}"
+    if rule.outcome == "cast":
+        dtype = getattr(torch, rule.to)
+        reason = f"{why}; its inputs are cast to {rule.to} ({named})"
+        return backend.refusal(replace(call, dtype=dtype)) or Resolution(backend, reason, cast=dtype)
+    target = backend_named(call.op, rule.to)
+    refusal = target.refusal(call)
+    if refusal is not None:
+        return f"{dtype_name(call.dtype)} is routed to {rule.to} ({named}), which cannot serve: {refusal}"
+    return Resolution(target, f"routed from {backend.name} ({named})", routed=backend.name)
+
+
+def ruling(card: Card, backend: Backend, dtype: torch.dtype) -> Rule | None:
+    """The rule of a card for a backend and dtype: the first that names both; None where it has none."""
+    name = dtype_name(dtype)
+    matching = (r for r in card.rules if r.op == backend.op and r.library == backend.name and name in r.dtypes)
+    return next(matching, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +228,8 @@ def parse_selection(text: str | None) -> Selection:
             )
         chosen = by_op if op else by_name
         for operation in operations:
-            if name != "auto" and name not in operation.backends:
-                raise BackendError(
-                    f"op {operation.name}: unknown backend {name!r}, expected one of {', '.join(operation.backends)}"
-                )
+            if name != "auto":
+                backend_named(operation.name, name)
             if operation.name in chosen:
                 raise BackendError(f"backend {text!r}: op {operation.name} is named twice")
             chosen[operation.name] = name

@@ -1,0 +1,254 @@
+"""What happens at a call: the chosen backend runs, is counted, and where it fails the rule below holds for every op.
+
+A failure is an error that names op, backend and every input. Only where the user asked for it (`strict=False`,
+`--lenient`) the call is repeated once, from inputs as they were; if it fails again, a backend that the user named is an
+error, and one that was chosen automatically is replaced by the next of the order: warned of, counted, attested. Inputs
+that may be half updated (recurrent state, convolution window, what a backend declares in `mutates`) are copied before a
+lenient call and restored before it is repeated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BackendError, BackendFailure, BackendWarning, WorkbenchError, one_line
+from workbench.kernels.registry import Backend, Call, Resolution, operation_named, resolve
+from workbench.kernels.requirements import dtype_name
+
+if TYPE_CHECKING:
+    from workbench.cards import Card
+
+#: Inputs that carry state from call to call, by op: a backend that breaks off may leave them half updated.
+STATE_INPUTS = {"gated_delta_rule": ("initial_state",), "causal_conv": ("window",)}
+
+#: Inputs that no card's cast narrows: rounding them is raised to a power by exp, or adds up over the sequence.
+KEPT_WIDE = frozenset({"log_decay", "initial_state"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """Which backend served an op, how often, why it was chosen, and what was refused before it.
+
+    `retries` calls were repeated after a failure; `replaced` are backends that another took the place of, with their
+    errors; `routed` calls were sent to another library, `cast` calls had inputs cast, by a rule of the card.
+    """
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    tokens: str
+    calls: int
+    reason: str
+    refused: tuple[tuple[str, str], ...]
+    retries: int = 0
+    replaced: tuple[tuple[str, str], ...] = ()
+    routed: int = 0
+    cast: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values; what did not happen is left out."""
+        row: dict[str, object] = {
+            "op": self.op, "backend": self.backend, "device": self.device, "dtype": self.dtype, "tokens": self.tokens,
+            "calls": self.calls, "reason": self.reason, "refused": [list(pair) for pair in self.refused],
+        }  # fmt: skip
+        rare = {"retries": self.retries, "replaced": [list(pair) for pair in self.replaced], "routed": self.routed,
+                "cast": self.cast}  # fmt: skip
+        return row | {name: value for name, value in rare.items() if value}
+
+
+class Site:
+    """One kind of call of one op: the backend that serves it, and what came of it. Called with the op's arguments."""
+
+    __slots__ = ("call", "calls", "card", "failed", "is_named", "past", "resolution", "retries", "run", "strict")
+
+    def __init__(self, call: Call, requested: str | None, card: Card | None, strict: bool):
+        self.call, self.card, self.strict = call, card, strict
+        self.is_named = requested is not None
+        self.calls = self.retries = 0
+        self.failed: dict[str, str] = {}
+        self.past: list[Attestation] = []  # of backends that were replaced
+        self._take(resolve(call, requested, card))
+
+    def _take(self, resolution: Resolution) -> None:
+        self.resolution = resolution
+        cast = resolution.cast
+        self.run = resolution.backend.run if cast is None else _casting(resolution.backend, self.call.dtype, cast)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.calls += 1
+        if not self.strict:
+            return self._lenient(args, named)
+        try:
+            return self.run(*args, **named)
+        except Exception as error:
+            self._raise_unless_of_backend(error)
+            raise self._failure(error, args, named) from error
+
+    def _raise_unless_of_backend(self, error: Exception) -> None:
+        """Pass on what is no failure of this backend: unusable input, and an op inside this one that failed."""
+        is_of_backend = isinstance(error, BackendError) and not isinstance(error, BackendFailure)
+        if isinstance(error, WorkbenchError) and not is_of_backend:
+            raise error
+
+    def _lenient(self, args: tuple, named: dict[str, Any]) -> Any:
+        kept = _Kept(self, args, named)
+        repeated = False
+        while True:
+            try:
+                return self.run(*args, **named)
+            except Exception as error:  # whatever it is, it is told: repeated, replaced or raised
+                self._raise_unless_of_backend(error)
+                kept.restore(error)
+                if repeated and self.is_named:
+                    raise self._failure(error, args, named) from error
+                if repeated:
+                    self._replace(error, args, named)
+                else:
+                    self._say(f"failed and is tried once more from restored inputs: {_said(error)}")
+                    self.retries += 1
+                repeated = not repeated
+
+    def _replace(self, error: Exception, args: tuple, named: dict[str, Any]) -> None:
+        """Take the next backend of the automatic order; an error where there is none."""
+        gone = self.resolution.backend.name
+        self.failed[gone] = f"failed twice at call: {_said(error)}"
+        try:
+            chosen = resolve(self.call, None, self.card, self.failed)
+        except BackendError as none_left:
+            raise self._failure(error, args, named, f"; {none_left}") from error
+        self._say(f"failed twice and is replaced by {chosen.backend.name} from here on: {_said(error)}")
+        self.calls -= 1
+        self.past += [self._row()] if self.calls else []
+        self.calls, self.retries = 1, 0
+        self._take(chosen)
+
+    def _say(self, what: str) -> None:
+        text = one_line(f"op {self.call.op}: backend {self.resolution.backend.name} {what}")
+        warnings.warn(text, BackendWarning, stacklevel=6)
+
+    def _failure(self, error: Exception, args: tuple, named: dict[str, Any], more: str = "") -> BackendFailure:
+        op, name = self.call.op, self.resolution.backend.name
+        late = (
+            " CUDA tells of errors late: repeat with CUDA_LAUNCH_BLOCKING=1 to be sure of the op;"
+            if self.call.tensor_device == "cuda" else ""
+        )  # fmt: skip
+        inputs = _by_name(self.resolution.backend, args, named)
+        given = "; ".join(_shown(key, value) for key, value in inputs.items())
+        again = "a second time " if not self.strict else ""
+        text = (
+            f"op {op}: backend {name} failed {again}at call: {_said(error)}{more}; given {given};{late} next: name "
+            f"another with --backend {op}=NAME (`workbench backends --op {op}` lists them), or hold this one to its "
+            f"contract with `workbench conformance {op} --backend {name}`"
+        )
+        return BackendFailure(text, op, name)
+
+    def attested(self) -> list[Attestation]:
+        """What ran here since the last `forget`, a row for each backend that served."""
+        return self.past + ([self._row()] if self.calls else [])
+
+    def forget(self) -> None:
+        """Forget the counts; the choice stays."""
+        self.past, self.calls, self.retries = [], 0, 0
+
+    def _row(self) -> Attestation:
+        resolution, call = self.resolution, self.call
+        replaced = tuple(self.failed.items())
+        return Attestation(
+            call.op, resolution.backend.name, call.tensor_device, dtype_name(call.dtype),
+            "1" if call.tokens == 1 else "2 and more", self.calls, resolution.reason, resolution.refused, self.retries,
+            replaced, self.calls if resolution.routed else 0, self.calls if resolution.cast else 0,
+        )  # fmt: skip
+
+
+def merged(rows: Iterable[Attestation]) -> list[Attestation]:
+    """One row per op, backend, device, dtype and phase; counts added, the first reason kept."""
+    groups: dict[tuple, Attestation] = {}
+    for row in rows:
+        key = (row.op, row.backend, row.device, row.dtype, row.tokens)
+        before = groups.get(key)
+        if before is not None:
+            row = Attestation(
+                *key, before.calls + row.calls, before.reason, before.refused, before.retries + row.retries,
+                tuple(dict.fromkeys(before.replaced + row.replaced)), before.routed + row.routed,
+                before.cast + row.cast,
+            )  # fmt: skip
+        groups[key] = row
+    return [groups[key] for key in sorted(groups)]
+
+
+class _Kept:
+    """What a lenient call may have to restore, and a watch over what it must not change."""
+
+    def __init__(self, site: Site, args: tuple, named: dict[str, Any]):
+        backend = site.resolution.backend
+        self.site = site
+        inputs = _by_name(backend, args, named)
+        wanted = {*STATE_INPUTS.get(site.call.op, ()), *backend.mutates}
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        self.copies = [(tensors[key], tensors[key].clone()) for key in wanted if key in tensors]
+        # Tensors of torch.inference_mode() have no version.
+        watched = (key for key, value in tensors.items() if key not in wanted and not value.is_inference())
+        self.versions = {key: (tensors[key], tensors[key]._version) for key in watched}
+
+    def restore(self, error: Exception) -> None:
+        """Put the copies back. Raises BackendFailure where an input was changed that nobody said would be."""
+        for key, (tensor, version) in self.versions.items():
+            if tensor._version != version:
+                op, name = self.site.call.op, self.site.resolution.backend.name
+                raise BackendFailure(
+                    f"op {op}: backend {name} failed at call, {_said(error)}, after it changed its input {key} in "
+                    f"place, which it does not declare in `mutates`: the call cannot be repeated; declare it", op, name,
+                ) from error  # fmt: skip
+        with torch.no_grad():
+            for tensor, copy in self.copies:
+                tensor.copy_(copy)
+
+
+def _casting(backend: Backend, wide: torch.dtype, narrow: torch.dtype) -> Callable[..., Any]:
+    """The op with its inputs of dtype `wide` as `narrow`, but those that are kept wide, and its results as `wide`."""
+
+    def narrowed(key: str, value: Any) -> Any:
+        is_given = isinstance(value, Tensor) and value.dtype == wide and key not in KEPT_WIDE
+        return value.to(narrow) if is_given else value
+
+    def cast(*args: Any, **named: Any) -> Any:
+        names = _by_name(backend, args, {})
+        found = backend.run(
+            *(narrowed(key, value) for key, value in names.items()),
+            **{key: narrowed(key, value) for key, value in named.items()},
+        )
+        parts = found if isinstance(found, tuple) else (found,)
+        widened = tuple(x.to(wide) if isinstance(x, Tensor) and x.dtype == narrow else x for x in parts)
+        return widened if isinstance(found, tuple) else widened[0]
+
+    return cast
+
+
+def _by_name(backend: Backend, args: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments under the names of the op's contract, which its arbiter has."""
+    contract = operation_named(backend.op).backends.get("reference", backend)
+    names = [
+        name for name, parameter in inspect.signature(contract.run).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    names += [f"argument {i}" for i in range(len(names), len(args))]
+    return dict(zip(names, args, strict=False)) | dict(named)
+
+
+def _said(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
+
+
+def _shown(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        simple = isinstance(value, str | int | float | bool | tuple | list | None)
+        return f"{name} {value!r}" if simple else f"{name} a {type(value).__name__}"
+    return f"{name} {list(value.shape)} {dtype_name(value.dtype)} on {value.device} strides {list(value.stride())}"
