@@ -12,9 +12,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import hypothesis
-import poisoned_memory
 import pytest
 import torch
+
+from workbench.kernels.poisoned_memory import poisoned_memory
 
 torch.set_num_threads(1)
 
@@ -24,5 +25,6 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_empty_memory(monkeypatch):
-    poisoned_memory.install(monkeypatch)
+def _poisoned_empty_memory():
+    with poisoned_memory():
+        yield

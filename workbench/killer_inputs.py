@@ -1,16 +1,16 @@
 """Inputs that kill wrong forms of the gated delta rule, where random inputs let them pass. Kinds, kept apart.
 
-`VALID_EXTREMES` keep the contract of the op (unit keys, log decay <= 0, beta in [0, 1]): a correct form is within LIMIT
-of the arbiter on each of them, and each says which policies it breaks. `BROKEN_CONTRACTS` do not keep it, or hand over
-what belongs to somebody else: nothing can compute the right answer from them, so the fault must be detected, and each
-says how: by a refusal, by values that are not finite, or by comparison with the arbiter alone. `EXPERT_EXTREMES` are
-valid inputs of the routed experts, and `trained_layer` is the hardest layer of a trained checkpoint, whose shapes are
-those of any other: what its keys and gates are is nothing that one would draw.
+`VALID_EXTREMES` (of `kernels.gated_delta_rule`) keep the contract of the op (unit keys, log decay <= 0, beta in [0, 1]):
+a correct form is within LIMIT of the arbiter on each of them, and each says which policies it breaks.
+`BROKEN_CONTRACTS` do not keep it, or hand over what belongs to somebody else: nothing can compute the right answer from
+them, so the fault must be detected, and each says how: by a refusal, by values that are not finite, or by comparison
+with the arbiter alone. `EXPERT_EXTREMES` are valid inputs of the routed experts, and `trained_layer` is the hardest
+layer of a trained checkpoint, whose shapes are those of any other: what its keys and gates are is nothing that one
+would draw.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +25,15 @@ from workbench.errors import InputError
 from workbench.kernels.agreement import first_bad_row, relative_error
 from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec
+from workbench.kernels.gated_delta_rule.extremes import LIMIT, draw
+from workbench.kernels.gated_delta_rule.extremes import VALID_EXTREMES as VALID_EXTREMES
 from workbench.kernels.gated_delta_rule.reference import oracle
 from workbench.loading import load
-from workbench.numerics import PRESETS
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import trace
 
 #: Keyword arguments of the op: tensors, and a tap where the fault is in what the op makes itself.
 Inputs = dict[str, Any]
-
-#: Largest relative error, of output and of final state, of a form that survives (fp32 inputs).
-LIMIT = 3e-6
 
 #: Relative error from which on a result counts as wrong and not as imprecise.
 WRONG = 1e-4
@@ -75,253 +73,6 @@ def outcome(run: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, intended:
     return Outcome(kind=kind, error=error)
 
 
-def _draw(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 + seed)
-
-
-# ---- valid extremes
-
-
-def random_gates(tokens: int, seed: int = 0) -> Inputs:
-    """No extreme: gates from -U(0, 2). The only case that a random test would have."""
-    return spec.example(tokens=tokens, seed=seed)
-
-
-def repeated_keys(tokens: int, seed: int = 0) -> Inputs:
-    """One key for all tokens, beta close to 1, hardly any decay: powers of the kkt matrix reach 1e15."""
-    inputs = spec.example(tokens=tokens, log_decay=-1e-3, seed=seed)
-    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
-    inputs["beta"] = 0.99 + 0.0099 * inputs["beta"]
-    return inputs
-
-
-def repeated_keys_at_one_beta(tokens: int, seed: int = 0) -> Inputs:
-    """One key, beta 0.835 and -1e-3 for every token: where a half-precision inverse was met in the field."""
-    inputs = repeated_keys(tokens, seed)
-    inputs["beta"] = torch.full_like(inputs["beta"], 0.835)
-    return inputs
-
-
-def correlated_keys(tokens: int, seed: int = 0) -> Inputs:
-    """Keys with correlation 0.5, beta 0.9, no decay: a series for the inverse cancels, substitution does not."""
-    inputs = spec.example(tokens=tokens, log_decay=0.0, seed=seed)
-    common = inputs["k"][:, :1]
-    inputs["k"] = torch.nn.functional.normalize(inputs["k"] + common, dim=-1)
-    inputs["beta"] = torch.full_like(inputs["beta"], 0.9)
-    return inputs
-
-
-def beta_at_its_ends(tokens: int, seed: int = 0) -> Inputs:
-    """beta 0 or 1, what a saturated sigmoid rounds to: a token that writes nothing, or overwrites all of its key."""
-    inputs = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
-    inputs["beta"] = inputs["beta"].round()
-    return inputs
-
-
-def zero_keys(tokens: int, seed: int = 0) -> Inputs:
-    """Queries and keys of zero on a third of the tokens, what l2norm leaves of a padding row: nothing to divide by."""
-    inputs = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
-    for name in ("q", "k"):
-        inputs[name][:, ::3] = 0.0
-    return inputs
-
-
-def strong_decay(tokens: int, seed: int = 0) -> Inputs:
-    """-20 nats for each token, what A = 16 with a softplus of 1.25 gives: -1280 in a chunk of 64."""
-    return spec.example(tokens=tokens, log_decay=-20.0, seed=seed)
-
-
-def decay_at_the_limit(tokens: int, seed: int = 0) -> Inputs:
-    """-1.39 for each token: 88.96 nats in a chunk of 64, a quarter of a nat past what exp can return in fp32."""
-    return spec.example(tokens=tokens, log_decay=-1.39, seed=seed)
-
-
-def no_decay(tokens: int, seed: int = 0) -> Inputs:
-    """Nothing is ever forgotten."""
-    return spec.example(tokens=tokens, log_decay=0.0, seed=seed)
-
-
-def mixed_decay(tokens: int, seed: int = 0) -> Inputs:
-    """-20 and -1e-6 at random in one chunk: differences of an fp32 cumulative sum lose the small ones."""
-    strong = torch.rand(1, tokens, 1, generator=_draw(seed)) < 0.5
-    return spec.example(tokens=tokens, log_decay=torch.where(strong, -20.0, -1e-6), seed=seed)
-
-
-def sparse_resets(tokens: int, seed: int = 0) -> Inputs:
-    """-72 on a tenth of the tokens, -1e-3 on the others."""
-    strong = torch.rand(1, tokens, 1, generator=_draw(seed)) < 0.1
-    return spec.example(tokens=tokens, log_decay=torch.where(strong, -72.0, -1e-3), seed=seed)
-
-
-def spikes(tokens: int, seed: int = 0) -> Inputs:
-    """-90 every 100th token from the 7th, -0.01 on the others: one spike passes the exponent limit of fp32."""
-    gates = torch.full((1, tokens, 1), -0.01)
-    gates[:, 7 % tokens :: 100] = -90.0
-    return spec.example(tokens=tokens, log_decay=gates, seed=seed)
-
-
-def heads_apart(tokens: int, seed: int = 0) -> Inputs:
-    """One gate per head: never, hardly, at once and far beyond exp's range. A limit taken over all heads fails one."""
-    return spec.example(tokens=tokens, log_decay=torch.tensor([0.0, -1e-6, -16.0, -300.0]), seed=seed)
-
-
-def grown_state(tokens: int, seed: int = 0) -> Inputs:
-    """A state a hundred times the values enters and lasts: small beta, slow decay, so that its readout dominates."""
-    return _entered(tokens, seed, 100.0)
-
-
-def state_beyond_fp16(tokens: int, seed: int = 0) -> Inputs:
-    """The same with a state of 1e6: a readout or a state in fp16 is infinite, one that is limited is wrong."""
-    return _entered(tokens, seed, 1e6)
-
-
-def _entered(tokens: int, seed: int, size: float) -> Inputs:
-    inputs = spec.example(tokens=tokens, log_decay=-0.01, seed=seed)
-    inputs["beta"] = 0.1 * inputs["beta"]
-    key_dim, (value_heads, value_dim) = inputs["k"].shape[-1], inputs["v"].shape[2:]
-    inputs["initial_state"] = size * torch.randn(1, value_heads, key_dim, value_dim, generator=_draw(seed))
-    return inputs
-
-
-#: Lengths of the sequences of `ragged_tails`, in turn: a row short of a chunk of 64, a row more, one token, no tail.
-RAGGED_LENGTHS = (63, 65, 1, 64)
-
-
-def ragged_tails(tokens: int, seed: int = 0) -> Inputs:
-    """Packed sequences of 63, 65, 1 and 64 tokens, resets among weak gates, a state each: padding must stay inert."""
-    inputs = sparse_resets(tokens, seed)
-    bounds = [0]
-    for length in itertools.cycle(RAGGED_LENGTHS):
-        if bounds[-1] == tokens:
-            break
-        bounds.append(min(tokens, bounds[-1] + length))
-    key_dim, (value_heads, value_dim) = inputs["k"].shape[-1], inputs["v"].shape[2:]
-    state = torch.randn(len(bounds) - 1, value_heads, key_dim, value_dim, generator=_draw(seed))
-    return inputs | {"cu_seqlens": torch.tensor(bounds), "initial_state": state}
-
-
-def one_token_tail(tokens: int, seed: int = 0) -> Inputs:
-    """Whole chunks of 64 and one token more, the next such length: 63 padding rows behind a reset of -20."""
-    return spec.example(tokens=64 * max(1, -(-(tokens - 1) // 64)) + 1, log_decay=-20.0, seed=seed)
-
-
-# What the presets have in common, for the table below.
-_EXACT = ("safe", "segsum")
-_FP32_SUMS = ("fp32_cumsum", "transformers", "fla", "vllm", "flashinfer")
-_MASKED_LATE = ("mask_after", "multiply_mask")
-_FACTORED = ("factored", "factored_mask_after")
-_TIGHT_CLAMPS = ("clamp_cumsum_20", "clamp_cumsum_20_prefill", "five_clamps")
-_CLAMPS = (*_TIGHT_CLAMPS, "clamp_all_exponents_80", "clamp_gate_5_2")
-_GENTLE = (*_EXACT, *_FP32_SUMS, *_MASKED_LATE, *_FACTORED, "midpoint")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValidExtreme:
-    """`make(tokens, seed)` gives the keyword arguments of the op. `provokes` is the fault that shows on them.
-
-    `survivors` and `victims` are presets: the first must be right (see `OUTCOMES`), the second wrong or not finite,
-    from 130 tokens on. A preset in neither loses digits or depends on the draw.
-    """
-
-    make: Callable[[int, int], Inputs]
-    provokes: str
-    survivors: tuple[str, ...]
-    victims: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.make.__name__
-
-
-VALID_EXTREMES: dict[str, ValidExtreme] = {
-    extreme.name: extreme
-    for extreme in (
-        ValidExtreme(
-            make=random_gates, provokes="nothing but limits that bind on ordinary gates",
-            survivors=(*_GENTLE, "doubling", "clamp_gate_5_2"),
-            victims=(*_TIGHT_CLAMPS, "bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=repeated_keys, provokes="an inverse by a series, whose terms cancel",
-            survivors=(*_GENTLE, *_CLAMPS), victims=("doubling", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=repeated_keys_at_one_beta, provokes="an inverse by a series, whose terms cancel",
-            survivors=(*_GENTLE, *_CLAMPS), victims=("doubling", "bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=correlated_keys, provokes="an inverse by a series, and nothing else: there is no decay",
-            survivors=(*_GENTLE, *_CLAMPS, "bf16_cumsum", "fp16_factored"), victims=("doubling",),
-        ),
-        ValidExtreme(
-            make=beta_at_its_ends, provokes="a division by beta, or a logarithm of it or of 1 - beta",
-            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=zero_keys, provokes="a normalisation inside the op without an epsilon",
-            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=strong_decay, provokes="exp of a positive difference or of -G, in every chunk of 6 tokens or more",
-            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
-        ),
-        ValidExtreme(
-            make=decay_at_the_limit, provokes="exp(-G) at chunk 64, and at no smaller chunk",
-            survivors=(*_EXACT, *_FP32_SUMS, *_MASKED_LATE, "midpoint", "doubling", "clamp_gate_5_2"),
-            victims=(
-                *_FACTORED, *_TIGHT_CLAMPS, "clamp_all_exponents_80", "bf16_cumsum", "fp16_factored", "nan_to_num",
-            ),
-        ),
-        ValidExtreme(
-            make=no_decay, provokes="a division by the decay, and drift of a state that only grows",
-            survivors=tuple(PRESETS),
-        ),
-        ValidExtreme(
-            make=mixed_decay, provokes="cancellation in differences of an fp32 cumulative sum; exp past its limit",
-            survivors=(*_EXACT, "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
-        ),
-        ValidExtreme(
-            make=sparse_resets, provokes="cancellation in differences of an fp32 cumulative sum; exp past its limit",
-            survivors=(*_EXACT, "doubling"),
-            victims=(
-                *_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "bf16_cumsum", "fp16_factored", "nan_to_num",
-            ),
-        ),
-        ValidExtreme(
-            make=spikes, provokes="exp past its limit in the rows before one strong gate, or in its whole chunk",
-            survivors=(*_EXACT, "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "multiply_mask", "bf16_cumsum", "fp16_factored", "nan_to_num"),
-        ),
-        ValidExtreme(
-            make=heads_apart, provokes="a limit, a maximum or an anchor that is taken over all heads at once",
-            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
-        ),
-        ValidExtreme(
-            make=grown_state, provokes="a readout of the state with fewer digits than the state has",
-            survivors=(*_GENTLE, *_CLAMPS, "doubling"), victims=("bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=state_beyond_fp16, provokes="a state that is kept, read or limited within what fp16 holds",
-            survivors=(*_GENTLE, "doubling"),
-            victims=("clamp_gate_5_2", "five_clamps", "bf16_cumsum", "fp16_factored"),
-        ),
-        ValidExtreme(
-            make=ragged_tails, provokes="padding rows that decay, write or are read; a state handed to a neighbour",
-            survivors=(*_EXACT, "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
-        ),
-        ValidExtreme(
-            make=one_token_tail, provokes="padding gates read as zero behind a strong one: a positive difference",
-            survivors=(*_EXACT, *_FP32_SUMS, "mask_after", "doubling"),
-            victims=(*_FACTORED, *_CLAMPS, "midpoint", "multiply_mask", "fp16_factored", "nan_to_num"),
-        ),
-    )
-}  # fmt: skip
-
-
 # ---- broken contracts: what is handed over, and what was meant
 
 
@@ -340,7 +91,7 @@ def sign_lost(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
 def raw_gate_for_log_decay(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
     """The projection `a` itself, of both signs, with A_log and dt_bias never applied."""
     intended = spec.example(tokens=tokens, seed=seed)
-    raw = torch.randn(intended["log_decay"].shape, generator=_draw(seed))
+    raw = torch.randn(intended["log_decay"].shape, generator=draw(seed))
     raw[0, 0, 0] = 1.0  # of both signs for one token too
     return intended | {"log_decay": raw}, intended | {"log_decay": -torch.nn.functional.softplus(raw)}
 
@@ -365,10 +116,10 @@ def alpha_of_zero(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
 def a_log_in_bf16(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
     """-exp(A_log) softplus(a) with A_log rounded to bf16: A is off by up to 1.5 %, and a state by that of its decay."""
     intended = spec.example(tokens=tokens, seed=seed)
-    a_log = (16 * torch.rand(4, generator=_draw(seed))).log()
-    raw = torch.randn(intended["log_decay"].shape, generator=_draw(seed)) - 1
+    a_log = (16 * torch.rand(4, generator=draw(seed))).log()
+    raw = torch.randn(intended["log_decay"].shape, generator=draw(seed)) - 1
     steps = torch.nn.functional.softplus(raw)
-    intended["initial_state"] = torch.randn(1, 4, 16, 24, generator=_draw(seed))
+    intended["initial_state"] = torch.randn(1, 4, 16, 24, generator=draw(seed))
     intended["log_decay"] = -a_log.exp() * steps
     return intended | {"log_decay": -a_log.bfloat16().float().exp() * steps}, intended
 
@@ -425,7 +176,7 @@ def unfilled_rows(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
 def pool_index_minus_one(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
     """A padding index of -1 into a pool of states: it reads the last slot, the state of another request."""
     intended = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
-    pool = torch.randn(3, 4, 16, 24, generator=_draw(seed))
+    pool = torch.randn(3, 4, 16, 24, generator=draw(seed))
     return intended | {"initial_state": pool[torch.tensor([-1])]}, intended
 
 
@@ -438,7 +189,7 @@ def boundary_minus_one(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
 def state_axes_swapped(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
     """A state [W, K] for [K, W] where K = W, so that no shape protects."""
     intended = spec.example(tokens=tokens, log_decay=-0.05, value_dim=16, seed=seed)
-    intended["initial_state"] = torch.randn(1, 4, 16, 16, generator=_draw(seed))
+    intended["initial_state"] = torch.randn(1, 4, 16, 16, generator=draw(seed))
     return intended | {"initial_state": intended["initial_state"].transpose(2, 3)}, intended
 
 
@@ -446,7 +197,7 @@ def state_dropped(tokens: int, seed: int = 0) -> tuple[Inputs, Inputs]:
     """The second part of a prompt without the state of the first."""
     intended = spec.example(tokens=tokens, log_decay=-0.05, seed=seed)
     broken = dict(intended)
-    intended["initial_state"] = torch.randn(1, 4, 16, 24, generator=_draw(seed))
+    intended["initial_state"] = torch.randn(1, 4, 16, 24, generator=draw(seed))
     return broken, intended
 
 
@@ -513,7 +264,7 @@ def dead_experts(tokens: int, seed: int = 0) -> Inputs:
     for name in ("gate_up", "down"):
         inputs[name][:2] *= 1e-23
     inputs["experts"][:, 0] = torch.arange(tokens) % 2
-    inputs["experts"][:, 1] = 2 + torch.randint(0, 6, (tokens,), generator=_draw(seed))
+    inputs["experts"][:, 1] = 2 + torch.randint(0, 6, (tokens,), generator=draw(seed))
     return inputs
 
 
