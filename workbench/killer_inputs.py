@@ -1,6 +1,6 @@
 """Inputs that kill wrong forms of the gated delta rule, where random inputs let them pass. Kinds, kept apart.
 
-`VALID_EXTREMES` (of `kernels.gated_delta_rule`) keep the contract of the op (unit keys, log decay <= 0, beta in [0, 1]):
+`VALID_EXTREMES` (of `kernels.gated_delta_rule`) keep the contract of the op, unit keys, log decay <= 0, beta in [0, 1]:
 a correct form is within LIMIT of the arbiter on each of them, and each says which policies it breaks.
 `BROKEN_CONTRACTS` do not keep it, or hand over what belongs to somebody else: nothing can compute the right answer from
 them, so the fault must be detected, and each says how: by a refusal, by values that are not finite, or by comparison
