@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "workbench"
 # From the ground up. Members of one line do not know each other; a package may import within itself.
 LAYERS = (
     ("errors", "taps"),
-    ("bundle", "config", "numerics", "provenance"),
+    ("bundle", "cards", "config", "numerics", "provenance"),
     ("kernels",),
     ("cache",),
     ("generation",),
@@ -32,7 +32,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 ONLY = {
     "errors": set(),
     "taps": set(),
-    "kernels": {"errors", "numerics", "taps"},  # so that an op can be tested and timed without a model
+    "kernels": {"cards", "errors", "numerics", "taps"},  # so that an op can be tested and timed without a model
     "dialogue": {"errors"},  # so that a client of a server needs no model
 }
 # Wider parts of the program that nothing but the command line knows.
