@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from workbench.cards import Card, card_named
 from workbench.checkpoint import expected_tensors, read_checkpoint
 from workbench.errors import CheckpointError, InputError
 from workbench.kernels import Kernels
@@ -45,18 +46,23 @@ def load(
     policy: NumericsPolicy | str | None = None,
     *,
     router_dtype: str | torch.dtype | None = None,
+    strict: bool = True,
+    card: Card | str | Path | None = None,
     allow_missing: str | Collection[str] = (),
     allow_unexpected: str | Collection[str] = (),
     expert_layout: str | None = None,
 ) -> CausalLM:
     """Read a checkpoint directory into a model in eval mode.
 
-    dtype   None keeps what the files hold; A_log and dt_bias are fp32 in any case
+    dtype   None keeps what the files hold, or takes the card's; A_log and dt_bias are fp32 in any case
     device  cpu, cuda or cuda:N
     backend ``[OP=]NAME[:POLICY]``, comma separated; None chooses automatically before each call
     router_dtype
             float32, bfloat16 or float16 of router logits and softmax; None for logits in the model's dtype and a
             softmax in fp32 or better
+    strict  False repeats a call of an op that failed, and may replace a backend that nobody named (`kernels.dispatch`)
+    card    a card to rehearse: its profile, its name (`cards.known_cards`) or a TOML file. Passes then run under its
+            limits on `device`, and `dtype` None is the card's `model_dtype`
     policy  how the gated delta rule is evaluated: NumericsPolicy, a preset's name, or a JSON file
     allow_* globs of tensor names; what may be missing is the multi-token-prediction head as a whole (``mtp.*``)
     expert_layout how the files hold experts, a name of `checkpoint.LAYOUTS`; None detects it, needed where shapes leave
@@ -64,9 +70,11 @@ def load(
 
     The model carries `checkpoint_accounting` (every tensor of the files, by class) and `narrowing` (per tensor: how
     many values overflowed or were flushed to zero by the cast). Raises CheckpointError, ConfigError, BackendError,
-    PolicyError, InputError (dtype, device), each in one line; nothing is half loaded.
+    PolicyError, InputError (dtype, device, card), each in one line; nothing is half loaded.
     """
-    kernels = Kernels(backend, policy, dtype_named(router_dtype))
+    card = card_named(card) if isinstance(card, (str, Path)) else card
+    kernels = Kernels(backend, policy, dtype_named(router_dtype), strict=strict, card=card)
+    dtype = card.model_dtype if card is not None and dtype is None else dtype
     device = device_named(device)
     if not isinstance(path, (str, Path)):
         raise InputError(f"checkpoint: expected a path, found {type(path).__name__}")

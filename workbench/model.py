@@ -531,6 +531,13 @@ class CausalLM(nn.Module):
         Raises InputError for ids outside the vocabulary, holes in the mask, a cache of another batch size, or an
         empty packed sequence whose last token is asked for.
         """
+        with self.kernels.rehearsal():
+            return self._forward(input_ids, cache, cu_seqlens, attention_mask, use_cache, last_only)
+
+    def _forward(
+        self, input_ids: Tensor, cache: Cache | None, cu_seqlens: Tensor | None, attention_mask: Tensor | None,
+        use_cache: bool, last_only: bool,
+    ) -> ModelOutput:  # fmt: skip
         self._check_ids(input_ids)
         padding = Padding.of(attention_mask, input_ids, cu_seqlens)
         if padding is not None:
@@ -589,6 +596,12 @@ class CausalLM(nn.Module):
         next_ids[:, t]. Packed and padded batches are marked as in `forward`; logits of padding are zero. Raises
         InputError when the model has no such head.
         """
+        with self.kernels.rehearsal():
+            return self._mtp_logits(hidden, next_ids, cu_seqlens, attention_mask)
+
+    def _mtp_logits(
+        self, hidden: Tensor, next_ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
+    ) -> Tensor:
         if not self.config.mtp_num_hidden_layers:
             raise InputError("mtp_logits: expected a model with a multi-token-prediction head, found none in this one")
         self._check_ids(next_ids)

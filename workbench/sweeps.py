@@ -479,7 +479,7 @@ def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[s
             f"length: expected at most {model.config.max_position_embeddings} tokens (max_position_embeddings), "
             f"found {cell.length}"
         )
-    model.kernels = Kernels(source.backend, cell.numerics, model.kernels.router_dtype)
+    model.kernels = model.kernels.altered(requested=source.backend, policy=cell.numerics)
     input_ids = source.ids[None, : cell.length].to(model.device)
 
     def forward() -> Tensor:

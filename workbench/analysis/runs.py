@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InputError, NonFiniteError
-from workbench.kernels import Kernels
 from workbench.model import CausalLM
-from workbench.numerics import PRESETS, NumericsPolicy, resolve_policy
+from workbench.numerics import PRESETS, NumericsPolicy
 from workbench.tokenizer import Tokenizer
 from workbench.tracing import Trace, trace
 
@@ -54,7 +53,7 @@ def using_policy(
     """
     before = model.kernels
     requested = {**(backends or {}), **before.requested}
-    model.kernels = Kernels(requested, resolve_policy(policy), before.router_dtype, before.workspace)
+    model.kernels = before.altered(requested=requested, policy=policy)
     try:
         yield
     finally:

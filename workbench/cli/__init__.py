@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from workbench import __version__
 from workbench.cli import compare, convert, generate, inspect, report, routing, score, sweep, trace
 from workbench.cli.options import Parser
 from workbench.cli.outcome import DEFECT, FAULT, READER_GONE, STOPPED, UNUSABLE
-from workbench.errors import NonFiniteError, WorkbenchError, one_line
+from workbench.errors import BackendWarning, NonFiniteError, WorkbenchError, one_line
 
 #: In the order in which `--help` lists them.
 COMMANDS = (report, trace, compare, routing, generate, score, sweep, inspect, convert)
@@ -30,6 +31,17 @@ def run_process() -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     # A console that lacks a character shows its escape; it must not end a command halfway.
     sys.stdout.reconfigure(errors="backslashreplace")
+    _show = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: object) -> None:
+        """A fault of a backend in the form of every other line; other warnings as Python has them."""
+        if issubclass(category, BackendWarning):
+            print(f"workbench: warning: {one_line(str(message))}", file=sys.stderr)
+        else:
+            _show(message, category, *place)
+
+    warnings.showwarning = show
+    warnings.simplefilter("always", BackendWarning)  # each one counts, also the tenth of a kind
     return main()
 
 

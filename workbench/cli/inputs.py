@@ -140,13 +140,18 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         policy=options.policy,
         router_dtype=options.router_dtype,
         expert_layout=options.expert_layout,
+        strict=not options.lenient,
+        card=options.card,
     )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if options.card is not None and options.dtype is None:
+        print(f"workbench: card {model.kernels.card.name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
     print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
     if overflows or flushed:
         print(
-            f"workbench: narrowing to {options.dtype}: {overflows:,} weights overflow, {flushed:,} become zero; "
-            f"`workbench inspect --dtype {options.dtype}` lists them",
+            f"workbench: narrowing to {dtype}: {overflows:,} weights overflow, {flushed:,} become zero; "
+            f"`workbench inspect --dtype {dtype}` lists them",
             file=sys.stderr,
         )
     return model

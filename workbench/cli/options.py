@@ -63,8 +63,22 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
         "softmax in float32 or better",
     )  # fmt: skip
     add_expert_layout(group)
+    group.add_argument(
+        "--lenient", action="store_true",
+        help="repeat a call of an op that failed, and replace a backend that nobody named if it fails again; told on "
+        "stderr and in the attestation",
+    )  # fmt: skip
+    add_card(group)
     group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     return shared
+
+
+def add_card(group: argparse._ActionsContainer) -> None:
+    """The card to rehearse."""
+    group.add_argument(
+        "--card", metavar="NAME|FILE", help="rehearse a card's limits: a profile of data/cards (bi-v100, v100, t4, "
+        "a100, h200, cpu) or a TOML file; without --dtype weights are read in the dtype that the card runs models in",
+    )  # fmt: skip
 
 
 #: What --router-dtype takes, for help that must not wait for torch.

@@ -96,7 +96,7 @@ def _of_checkpoint(
     is_named = "drafts" in options.only or any(setting.startswith("drafts") for setting in options.minimum)
     if "drafts" in wanted and (is_named or model.config.mtp_num_hidden_layers):
         found["drafts"] = quality.draft_acceptance(model, tokens)
-    backends = [{"op": row.op, "backend": row.backend, "calls": row.calls} for row in model.kernels.attestation()]
+    backends = [row.to_json() for row in model.kernels.attestation()]
     about = {
         "checkpoint": str(options.checkpoint), "dtype": str(model.dtype).removeprefix("torch."),
         "policy": model.kernels.policy.to_json(), "backends": backends,

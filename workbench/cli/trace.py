@@ -123,10 +123,7 @@ def run(options: argparse.Namespace) -> int:
             "tokens": input_ids.shape[1],
             "dtype": str(model.dtype).removeprefix("torch."),
             "policy": model.kernels.policy.to_json(),
-            "backends": [
-                {"op": row.op, "backend": row.backend, "calls": row.calls}
-                for row in model.kernels.attestation()
-            ],
+            "backends": [row.to_json() for row in model.kernels.attestation()],
             "logits_bad_share": nans.output_share(seen.table),
             "check": options.check,
             "table": seen.table.astype(object).to_dict("records"),

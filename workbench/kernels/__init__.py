@@ -84,6 +84,14 @@ class Kernels:
         self._rehearsal = None
         self._sites: dict[tuple, Site] = {}
 
+    def altered(self, **changes: object) -> Kernels:
+        """The same choice with some of the constructor's arguments changed; counts begin anew."""
+        settings: dict = {
+            "requested": self.requested, "policy": self.policy, "router_dtype": self.router_dtype,
+            "workspace": self.workspace, "strict": self.strict, "card": self.card,
+        }  # fmt: skip
+        return Kernels(**(settings | changes))
+
     def _backend(
         self, op: str, tokens: int, x: Tensor, *others: Tensor | None, packed: bool = False,
         weight_shape: tuple[int, ...] = (),

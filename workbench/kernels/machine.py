@@ -20,7 +20,8 @@ class Machine:
 
     capability  CUDA compute capability, None where there is none
     total_bytes memory of the device; None where it is unknown
-    absent      modules that the machine lacks whatever is installed here, each with the reason; of a rehearsed card
+    absent      modules, or ``module:attribute``, that the machine lacks whatever is installed here, each with the
+                reason; of a rehearsed card
     primitives  operators of torch (``aten::...``) that raise there, each with the reason; of a rehearsed card
     is_here     whether the op runs on this very machine; False while a card is rehearsed on another
     """
@@ -33,11 +34,11 @@ class Machine:
     primitives: Mapping[str, str] = field(default_factory=dict)
     is_here: bool = True
 
-    def missing_module(self, name: str) -> str | None:
-        """Why a module cannot be there, None where that is for its import to say."""
-        parts = name.split(".")
-        packages = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-        return next((self.absent[package] for package in packages if package in self.absent), None)
+    def missing(self, symbol: str) -> str | None:
+        """Why ``package.module:attribute`` cannot be there, None where that is for its import to say."""
+        parts = symbol.partition(":")[0].split(".")
+        names = (symbol, *(".".join(parts[:i]) for i in range(len(parts), 0, -1)))
+        return next((self.absent[name] for name in names if name in self.absent), None)
 
     def free_bytes(self) -> int | None:
         """Free memory of the device now; None where it is unknown. All of it on a rehearsed card."""

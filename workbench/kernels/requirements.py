@@ -122,7 +122,7 @@ class Requires:
         free = machine.free_bytes() if self.free_bytes else None
         if free is not None and free < self.free_bytes:
             return f"needs {self.free_bytes / 2**20:.0f} MiB of free device memory, found {free / 2**20:.0f} MiB"
-        absent = (machine.missing_module(symbol.partition(":")[0]) for symbol in self.symbols)
+        absent = map(machine.missing, self.symbols)
         return next(filter(None, absent), None) or (self._missing_symbol() if machine.is_here else None)
 
     def _of_capability(self, machine: Machine) -> str | None:

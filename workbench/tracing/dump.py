@@ -233,7 +233,7 @@ def tapping(model: CausalLM, tap: Tap) -> Iterator[None]:
 def origin_of(model: CausalLM) -> Origin:
     """What a model computes by, as far as the model knows it; add `model_hash` where the checkpoint is known."""
     device = model.device
-    rows = tuple({"op": r.op, "backend": r.backend, "calls": r.calls} for r in model.kernels.attestation())
+    rows = tuple(row.to_json() for row in model.kernels.attestation())
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return Origin(backends=rows, policy=model.kernels.policy.to_json(), versions=versions(), card=card)
 

@@ -117,18 +117,15 @@ def run_model(model: CausalLM, label: str, feeds: Sequence[Tensor], decode: int)
         for _ in range(decode):
             output = model(output.logits[:, -1:].argmax(-1), cache=output.cache)
     kernels = model.kernels
-    backends = [
-        {"op": row.op, "backend": row.backend, "device": row.device, "dtype": row.dtype, "tokens": row.tokens,
-         "calls": row.calls}
-        for row in kernels.attestation()
-    ]  # fmt: skip
+    backends = [row.to_json() for row in kernels.attestation()]
     return Side(label, "model", watch.passes, watch.table, named(model.dtype), kernels.policy.to_json(), backends)
 
 
 def run_selection(model: CausalLM, text: str, feeds: Sequence[Tensor], decode: int) -> Side:
     """`run_model` with the backends and the policy of `text`; the model's own come back."""
     before = model.kernels
-    model.kernels = kernels_of(text)
+    chosen = kernels_of(text)
+    model.kernels = before.altered(requested=chosen.requested, policy=chosen.policy)
     try:
         return run_model(model, text, feeds, decode)
     finally:

@@ -25,7 +25,7 @@ NARROW = (torch.bfloat16, torch.float16)
 def router_in(model: CausalLM, dtype: torch.dtype | None) -> Iterator[None]:
     """The same model and backends with router logits and softmax in `dtype`; the former kernels come back."""
     before = model.kernels
-    model.kernels = Kernels(before.requested, before.policy, dtype)
+    model.kernels = before.altered(router_dtype=dtype)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from workbench.analysis.routing.record import (
 )
 from workbench.bundle import Origin
 from workbench.errors import BackendError, InputError
-from workbench.kernels import Kernels
+from workbench.kernels import Attestation, Kernels
 from workbench.model import CausalLM
 
 
@@ -145,7 +145,7 @@ def record(
         check_ids(prompt.ids, config.vocab_size, f"record: prompt {number}" + (prompt.title and f" ({prompt.title})"))
     layers = [layer for layer, kind in enumerate(config.mlp_types) if kind == "sparse"]
     has_head = bool(config.mtp_num_hidden_layers) and config.mtp_mlp_type == "sparse"
-    before = _calls(model.kernels)
+    before = _rows(model.kernels)
     seen: list[dict[str, Any]] = []
     total = sum(len(p.ids) * len(layers) + (len(p.ids) - 1) * has_head for p in asked)
     done = 0
@@ -175,9 +175,9 @@ def record(
     if head:
         parts.append(stack_parts("mtp", (0,), head))
     backends = [
-        {"op": op, "backend": backend, "device": device, "dtype": dtype, "tokens": tokens, "calls": calls}
-        for (op, backend, device, dtype, tokens), total in _calls(model.kernels).items()
-        if (calls := total - before.get((op, backend, device, dtype, tokens), 0))
+        row.to_json() | {"calls": calls}
+        for key, row in _rows(model.kernels).items()
+        if (calls := row.calls - (before[key].calls if key in before else 0))
     ]
     origin = Origin(
         model_hash=model_hash, backends=tuple(backends), policy=model.kernels.policy.to_json(),
@@ -195,8 +195,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _calls(kernels: Kernels) -> dict[tuple[str, str, str, str, str], int]:
-    return {(row.op, row.backend, row.device, row.dtype, row.tokens): row.calls for row in kernels.attestation()}
+def _rows(kernels: Kernels) -> dict[tuple[str, str, str, str, str], Attestation]:
+    return {(row.op, row.backend, row.device, row.dtype, row.tokens): row for row in kernels.attestation()}
 
 
 def record_of_logits(
