@@ -74,7 +74,7 @@ def run(
         state = initial_state.to(compute)
 
     if tokens == 1 and sequences == batch:  # a packed row may hold empty sequences besides
-        out, state = step(q, k, values, decay, beta, state.view(pairs, key_dim, value_dim), clamp)
+        out, state = step(q, k, values, decay, beta, state.reshape(pairs, key_dim, value_dim), clamp)
     else:
         outs, states = [], []
         for sequence, part in enumerate([(0, tokens)] if bounds is None else itertools.pairwise(bounds)):
