@@ -1,7 +1,6 @@
-"""The command line: `workbench report`, `trace`, `compare`, `routing`, `generate`, `score`, `sweep`, `inspect`,
-`convert-experts`.
+"""The command line: one module for each command.
 
-One module each. Every command ends with a code of `outcome`. Heavy packages are imported by the command that needs
+Every command ends with a code of `outcome`. Heavy packages are imported by the command that needs
 them, when it runs, so that `--help` answers at once.
 """
 
@@ -15,13 +14,35 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from workbench import __version__
-from workbench.cli import compare, convert, generate, inspect, report, routing, score, sweep, trace
+from workbench.cli import (
+    backends,
+    compare,
+    convert,
+    generate,
+    inspect,
+    report,
+    routing,
+    score,
+    sweep,
+    trace,
+)
 from workbench.cli.options import Parser
 from workbench.cli.outcome import DEFECT, FAULT, READER_GONE, STOPPED, UNUSABLE
 from workbench.errors import BackendWarning, NonFiniteError, WorkbenchError, one_line
 
 #: In the order in which `--help` lists them.
-COMMANDS = (report, trace, compare, routing, generate, score, sweep, inspect, convert)
+COMMANDS = (
+    report,
+    trace,
+    compare,
+    routing,
+    generate,
+    score,
+    sweep,
+    backends,
+    inspect,
+    convert,
+)
 
 
 def run_process() -> int:

@@ -145,7 +145,8 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     )
     dtype = str(model.dtype).removeprefix("torch.")
     if options.card is not None and options.dtype is None:
-        print(f"workbench: card {model.kernels.card.name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
+        name = model.kernels.card.name
+        print(f"workbench: card {name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
     print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
     if overflows or flushed:

@@ -18,6 +18,9 @@ from workbench.kernels.registry import Call
 #: torch.nn.functional's, or the private one of older releases; None before there was one.
 _PRODUCT = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 
+#: From this compute capability on torch has the product; measured on 9.0 alone.
+GROUPED_CAPABILITY = (9, 0)
+
 #: A row of any operand must be a whole multiple of this many bytes.
 ALIGNED_BYTES = 16
 
@@ -44,7 +47,21 @@ def supports(call: Call) -> str | None:
         for name, size in (("D", hidden), ("I", doubled // 2)):
             if size * call.dtype.itemsize % ALIGNED_BYTES:
                 return f"needs rows of whole {ALIGNED_BYTES} bytes, found {name} = {size} of {call.dtype}"
-    return refusal(call.dtype, call.device)
+    if call.machine.is_here:
+        return refusal(call.dtype, call.device)
+    return _rehearsed_refusal(call)
+
+
+def _rehearsed_refusal(call: Call) -> str | None:
+    """What a rehearsed card is known to lack; then the product must work where the tensors are."""
+    if call.device == "cuda":
+        found = call.machine.capability
+        if call.dtype != torch.bfloat16:
+            return f"written for bfloat16 on CUDA; torch loops over the groups of {call.dtype} with a host sync"
+        if found is None or found < GROUPED_CAPABILITY:
+            least, known = (".".join(map(str, pair or ("unknown",))) for pair in (GROUPED_CAPABILITY, found))
+            return f"torch has a grouped product from compute capability {least} on, found {known}"
+    return refusal(call.dtype, call.tensor_device)
 
 
 def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, chain: Chain) -> Tensor:

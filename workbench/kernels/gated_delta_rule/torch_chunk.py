@@ -39,9 +39,17 @@ def supports(call: Call) -> str | None:
     """
     solver = call.policy.solver
     if solver == "auto":
-        reasons = [solver_refusal(name, call.device) for name in AUTOMATIC_SOLVERS]
+        reasons = [_refused(name, call) for name in AUTOMATIC_SOLVERS]
         return None if None in reasons else "no solver works here: " + "; ".join(filter(None, reasons))
-    return solver_refusal(solver, call.device) if solver == "solve_triangular" else None
+    return _refused(solver, call) if solver == "solve_triangular" else None
+
+
+def _refused(solver: str, call: Call) -> str | None:
+    """Why a solver cannot serve a call: the rehearsed card lacks its primitive, or it fails where the tensors are."""
+    if solver == "solve_triangular" and SOLVE_TRIANGULAR in call.machine.primitives:
+        lacks = call.machine.primitives[SOLVE_TRIANGULAR]
+        return f"solver {solver} needs {SOLVE_TRIANGULAR}, which {call.machine.name} lacks: {lacks}"
+    return solver_refusal(solver, call.tensor_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +280,9 @@ def unit_lower_solve(kkt: Tensor, right: Tensor, solver: str, row_clamp: Clamp |
         rows.append(spec.limited(row, row_clamp))
     return torch.stack(rows, dim=-2)
 
+
+#: The operator behind the solver of the same name.
+SOLVE_TRIANGULAR = "aten::linalg_solve_triangular"
 
 #: What `auto` tries, in this order.
 AUTOMATIC_SOLVERS = ("block_substitution", "solve_triangular", "row_loop")
