@@ -22,7 +22,7 @@ LAYERS = (
     ("plots", "sweeps"),
     ("report",),
     ("controls",),
-    ("bench", "serving", "training"),
+    ("bench", "field_kit", "serving", "training"),
     ("cli",),
     ("__main__",),
 )
@@ -34,9 +34,10 @@ ONLY = {
     "taps": set(),
     "kernels": {"cards", "errors", "numerics", "taps"},  # so that an op can be tested and timed without a model
     "dialogue": {"errors"},  # so that a client of a server needs no model
+    "field_kit": set(),  # so that its one file runs where it was copied to, alone
 }
 # Wider parts of the program that nothing but the command line knows.
-EDGE = {"bench", "serving", "training"}
+EDGE = {"bench", "field_kit", "serving", "training"}
 # Peers that the project is compared with; the tests have them, the package must work without.
 FORBIDDEN_PACKAGES = {"transformers", "fla", "pytest", "hypothesis"}
 # Where a peer is run beside ours, when it is installed.
