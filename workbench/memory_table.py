@@ -60,16 +60,22 @@ class MemoryTable:
     def __str__(self) -> str:
         lines = [f"memory of {self.device}"]
         for row in self.rows:
-            size = "-" if row.n_bytes is None else f"{row.n_bytes / 2**20:,.1f} MiB"
+            size = "-" if row.n_bytes is None else _size(row.n_bytes)
             lines.append(f"  {row.what:<48} {size:>16}{'  ' + row.note if row.note else ''}")
         lines += ["largest tensors of the failed step"] if self.largest else []
         for held in self.largest:
             what = f"{held.name} {list(held.shape)} {held.dtype}"
-            lines.append(f"  {what:<48} {held.n_bytes / 2**20:>12,.1f} MiB  {held.function}")
+            lines.append(f"  {what:<48} {_size(held.n_bytes):>16}  {held.function}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+def _size(n_bytes: int) -> str:
+    """``1.5 GiB``, in the largest unit of which there is one."""
+    unit = min(max(n_bytes.bit_length() - 1, 0) // 10, 3)
+    return f"{n_bytes} B" if unit == 0 else f"{n_bytes / 2 ** (10 * unit):,.1f} {'KMG'[unit - 1]}iB"
 
 
 def storage_of(tensor: Tensor) -> tuple[str, int]:

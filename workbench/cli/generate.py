@@ -1,4 +1,9 @@
-"""`workbench generate`: continue a prompt."""
+"""`workbench generate`: continue a prompt.
+
+A step that runs out of memory is rolled back and run once more (`workbench.recovery`), which a line on stderr tells. If
+that fails too, the text ends there, the reason and a table of what holds the memory go to stderr, and the exit code
+is 1: the input is usable, this machine has too little memory for it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
-from workbench.cli.outcome import FINE
+from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import write_json
 from workbench.config import read_json_object
 from workbench.errors import InputError
 
 if TYPE_CHECKING:
+    from workbench.recovery import Incident
     from workbench.tokenizer import Tokenizer
 
 
@@ -43,6 +49,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from workbench.recovery import Recovery, Request, serve_requests
     from workbench.tokenizer import Tokenizer
 
     model = load_model(options)
@@ -52,21 +59,32 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_directory(folder) if has_tokenizer else None
     stop_ids = stop_tokens(model.config.eos_token_id, tokenizer, folder, options.stop)
     stream = None if options.json else _Printer(tokenizer)
-    output = model.generate(
-        input_ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        top_p=options.top_p, stop_ids=stop_ids, seed=options.seed, stream=stream,
+    recovery = Recovery(model, _tell_recovered)
+    request = Request(
+        input_ids=input_ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        top_p=options.top_p, stop_ids=stop_ids, seed=options.seed,
     )  # fmt: skip
-    tokens = output.sequences[0]
+    (outcome,) = serve_requests(model, [request], recovery=recovery, stream=stream)
     if stream is not None:
         stream.finish()
-        return FINE
-    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special=True)
-    content = {
-        "text": text, "tokens": tokens, "reason": output.reasons[0], "prompt_tokens": input_ids.shape[1],
-        "temperature": options.temperature, "top_p": options.top_p, "seed": options.seed,
-    }  # fmt: skip
-    write_json(content, "-")
-    return FINE
+    failure = outcome.failure
+    if failure is not None:
+        print(f"workbench: error: {failure}\n{failure.table}", file=sys.stderr)
+    if options.json:
+        text = None if tokenizer is None else tokenizer.decode(outcome.tokens, skip_special=True)
+        content = {
+            "text": text, "tokens": outcome.tokens, "reason": outcome.reason, "prompt_tokens": input_ids.shape[1],
+            "temperature": options.temperature, "top_p": options.top_p, "seed": options.seed,
+            "out_of_memory": [incident.to_json() for incident in recovery.incidents],
+            "memory": None if failure is None else failure.table.to_json(),
+        }  # fmt: skip
+        write_json(content, "-")
+    return FINE if failure is None else FAULT
+
+
+def _tell_recovered(incident: Incident) -> None:
+    if incident.is_recovered:  # the other is the error that ends the command
+        print(f"workbench: note: {incident}", file=sys.stderr)
 
 
 def stop_tokens(
@@ -99,8 +117,8 @@ class _Printer:
     def __init__(self, tokenizer: Tokenizer | None):
         self.decoder = None if tokenizer is None else tokenizer.stream_decoder()
 
-    def __call__(self, row: list[int | None]) -> None:
-        self._write(f"{row[0]} " if self.decoder is None else self.decoder.push(row[0]))
+    def __call__(self, _: int, token: int) -> None:
+        self._write(f"{token} " if self.decoder is None else self.decoder.push(token))
 
     def finish(self) -> None:
         self._write(("" if self.decoder is None else self.decoder.finish()) + "\n")
