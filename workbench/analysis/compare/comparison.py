@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -281,6 +282,8 @@ def compare_sides(a: Side, b: Side) -> Comparison:
         "judged": is_judged, "unjudged": len(unjudged),
     }  # fmt: skip
     verdict, side = _verdict(a, b, stages, faults, summary)
+    cut_short = [f"the run of side {name} {one.interrupted}" for name, one in (("a", a), ("b", b)) if one.interrupted]
+    verdict = dataclasses.replace(verdict, evidence=(*verdict.evidence, *cut_short))
     rate = None if not compared else len(flips) / compared
     return Comparison(a, b, verdict, side, stages, faults, flips, logits, left_out, rate, summary)
 

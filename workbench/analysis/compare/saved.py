@@ -215,8 +215,20 @@ def read_side(path: Path, mapping: str | Path | Mapping[str, Any] | None = None)
     origin = bundle.origin
     return Side(
         str(path), "bundle", passes, None, bundle.content.get("dtype"), origin.policy, list(origin.backends), is_cut,
-        origin.model_hash,
+        origin.model_hash, _interruption(bundle.content.get("run")),
     )  # fmt: skip
+
+
+def _interruption(run: Any) -> str | None:
+    """One sentence of how a run ended that a recorder saw fail, or never saw end; None for any other."""
+    if not isinstance(run, Mapping) or run.get("state") not in ("open", "failed"):
+        return None
+    if run["state"] == "open":
+        return f"was never closed: it was killed, or still ran; the last tensor is {run.get('last_tap')}"
+    failures = run.get("failures")
+    first = failures[0] if isinstance(failures, list) and failures and isinstance(failures[0], Mapping) else {}
+    text = (str(first.get("text")).splitlines() or [""])[0]
+    return f"failed in pass {first.get('step')} after {first.get('after')}: {first.get('type')}: {text}"
 
 
 def save_side(side: Side, path: str | Path, *, model_hash: str | None = None) -> None:

@@ -36,6 +36,7 @@ class Side:
     policy, backends   JSON values, as in a bundle
     model_hash  of the checkpoint that a bundle says it was made with, None where it does not
     is_cut    whether some tensors hold a range of the tokens alone, or the tokens of a pass are not even counted
+    interrupted  how a recorded run ended that did not end by itself, None for one that did
     """
 
     label: str
@@ -47,6 +48,7 @@ class Side:
     backends: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False
     model_hash: str | None = None
+    interrupted: str | None = None
 
     @property
     def feeds(self) -> list[Tensor]:
