@@ -1,10 +1,14 @@
 """The rule of every op, cell by cell: unavailable or failing, named or chosen automatically, strict or lenient."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from models import mini
 
+from workbench.cards import Rule, card_named
+from workbench.config import ModelConfig
 from workbench.errors import BackendError, BackendFailure, BackendWarning, InputError
 from workbench.kernels import Kernels, registry
 from workbench.kernels.alignment import spec as alignment_spec
@@ -13,6 +17,9 @@ from workbench.kernels.gated_delta_rule import spec as rule_spec
 from workbench.kernels.machine import this_machine
 from workbench.kernels.registry import OPERATIONS, Operation, register_backend
 from workbench.kernels.requirements import MissingSymbol, Requires, forget_symbols, load_symbol
+from workbench.kernels.workspace import Workspace
+from workbench.model import CausalLM
+from workbench.numerics import NumericsPolicy
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -325,3 +332,95 @@ def test_the_policy_of_a_named_backend_is_that_of_the_run(operations):
     assert Kernels("toy").policy == Kernels("torch_chunk:segsum").policy
     assert Kernels("toy:safe").policy == Kernels().policy
     assert Kernels("toy", "safe").policy == Kernels().policy
+
+
+# ---- a card's rehearsal
+
+
+class Solving:
+    """An observer whose own arithmetic no card without a solver library could do."""
+
+    sees_inside = False
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, name, tensor):
+        torch.linalg.solve_triangular(torch.eye(2), torch.ones(2, 1), upper=False)
+        self.seen += 1
+        return tensor
+
+    def scope(self, prefix):
+        return self
+
+
+def test_observers_and_choices_are_no_part_of_what_is_rehearsed():
+    model = CausalLM(ModelConfig.from_hf(mini()), Kernels(card=card_named("bi-v100"))).init_weights(0)
+    model.tap = Solving()
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]))
+    assert model.tap.seen > 20 and model.kernels.watched_by(model.tap).sees_inside is False
+    model.tap = None
+    absent = r"linalg_solve_triangular.* lacks libcusolver.so: .*use a solver that multiplies matrices"
+    by_library = NumericsPolicy(solver="solve_triangular")
+    model.kernels = model.kernels.altered(policy=by_library)
+    model(torch.tensor([[1, 2, 3]]))
+    refused = dict(row_of(model.kernels, "gated_delta_rule").refused)
+    assert "solve_triangular, which Iluvatar BI-V100 32 GB lacks" in refused["torch_chunk"]
+    model.kernels = model.kernels.altered(requested="torch_chunk", policy=by_library)
+    with pytest.raises(BackendError, match="backend torch_chunk was asked for .*which Iluvatar BI-V100 32 GB lacks"):
+        model(torch.tensor([[1, 2, 3]]))
+    with model.kernels.rehearsal(), pytest.raises(BackendError, match=absent):
+        torch.linalg.solve_triangular(torch.eye(2), torch.ones(2, 1), upper=False)
+
+
+def test_altered_kernels_keep_the_rest():
+    workspace = Workspace()
+    kernels = Kernels("torch_chunk:segsum", router_dtype=torch.bfloat16, workspace=workspace, strict=False,
+                      card=card_named("t4"))  # fmt: skip
+    changed = kernels.altered(policy="safe")
+    assert (changed.requested, changed.router_dtype, changed.workspace, changed.strict, changed.card) == (
+        kernels.requested, torch.bfloat16, workspace, False, kernels.card,
+    )  # fmt: skip
+    assert changed.policy == Kernels().policy != kernels.policy
+
+
+@pytest.mark.parametrize(("outcome", "to"), [("route", "torch_linear"), ("cast", "float16")])
+def test_a_cards_rule_routes_or_casts_and_is_counted(operations, outcome, to):
+    seen = []
+
+    def run(x, weight):
+        seen.append((x.dtype, weight.dtype))
+        return x @ weight.T
+
+    register_backend("linear", "vendor", run, lambda call: None, requires=Requires(dtypes=(torch.float16,)))
+    rule = Rule(op="linear", library="vendor", dtypes=("float32",), outcome=outcome, to=to, why="takes kHalf",
+                source="")  # fmt: skip
+    kernels = Kernels("linear=vendor", card=replace(card_named("v100"), rules=(rule,)))
+    x, weight = normal(3, 4), normal(5, 4)
+    found = kernels.linear(x, weight)
+    (row,) = kernels.attestation()
+    assert found.dtype == torch.float32 and "card v100: takes kHalf" in row.reason
+    if outcome == "route":
+        assert (row.backend, row.routed, row.cast, seen) == ("torch_linear", 1, 0, [])
+        assert torch.equal(found, x @ weight.T)
+    else:
+        assert (row.backend, row.routed, row.cast, seen) == ("vendor", 0, 1, [(torch.float16, torch.float16)])
+        assert torch.equal(found, (x.half() @ weight.half().T).float())
+    assert row.to_json()["routed" if outcome == "route" else "cast"] == 1
+
+
+def test_no_cast_narrows_the_state_or_the_gates(operations):
+    seen = {}
+    inner = OPERATIONS["gated_delta_rule"].backends["reference"].run
+
+    def run(q, k, v, *, log_decay, beta, initial_state, cu_seqlens, policy, tap):
+        seen.update(q=q.dtype, beta=beta.dtype, log_decay=log_decay.dtype, state=initial_state.dtype)
+        return inner(q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, policy=policy)
+
+    register_backend("gated_delta_rule", "vendor", run, lambda call: None)
+    rule = Rule(op="gated_delta_rule", library="vendor", dtypes=("float32",), outcome="cast", to="float16", why="kHalf",
+                source="")  # fmt: skip
+    out, state = CALLS["gated_delta_rule"](Kernels("vendor", card=replace(card_named("v100"), rules=(rule,))))
+    assert seen == {"q": torch.float16, "beta": torch.float16, "log_decay": torch.float32, "state": torch.float32}
+    assert out.dtype == state.dtype == torch.float32

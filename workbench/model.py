@@ -559,7 +559,7 @@ class CausalLM(nn.Module):
         if cache is None and use_cache:
             cache = Cache.empty(self.config, len(shared.lengths), device=self.device, dtype=self.dtype)
 
-        tap = self.tap
+        tap = self.kernels.watched_by(self.tap)
         x = observe(tap, taps.EMBED, self.embed_tokens(input_ids))
         for i, layer in enumerate(self.layers):
             scoped = None if tap is None else tap.scope(self._prefixes[i])
@@ -613,7 +613,8 @@ class CausalLM(nn.Module):
             packed = padding.pack(hidden), padding.pack(next_ids)
             return padding.spread(self.mtp_logits(*packed, cu_seqlens=padding.cu_seqlens))
         shared = self._pass(*next_ids.shape, None, cu_seqlens)
-        tap = None if self.tap is None else self.tap.scope("mtp.layers.00.")
+        tap = self.kernels.watched_by(self.tap)
+        tap = None if tap is None else tap.scope("mtp.layers.00.")
         return self.head(self.mtp(self.embed_tokens(next_ids), hidden, shared, tap))
 
     def generate(

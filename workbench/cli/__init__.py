@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else UNUSABLE
     try:
         code = options.run(options)
+        getattr(options, "closing", lambda: None)()  # what a command has to say once its work is done
         sys.stdout.flush()  # a reader that went away shows here, not in the interpreter's last flush
         return code
     except BrokenPipeError:

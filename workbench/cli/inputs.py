@@ -147,6 +147,8 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     if options.card is not None and options.dtype is None:
         name = model.kernels.card.name
         print(f"workbench: card {name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
+    if options.card is not None:
+        options.closing = lambda: print_rehearsed(model)
     print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
     if overflows or flushed:
@@ -156,6 +158,18 @@ def load_model(options: argparse.Namespace) -> CausalLM:
             file=sys.stderr,
         )
     return model
+
+
+def print_rehearsed(model: CausalLM) -> None:
+    """What the card's rules did to the products of the passes, one line; nothing where all ran as they came."""
+    parts = [
+        f"{row.calls} of {row.op} in {row.dtype} "
+        f"{f'routed from {row.library}' if row.outcome == 'route' else 'cast'} to {row.to}"
+        for row in model.kernels.rehearsed if row.outcome != "run"
+    ]  # fmt: skip
+    if parts:
+        name = model.kernels.card.name
+        print(f"workbench: card {name}: products {', '.join(parts)}; `workbench rehearse` prices them", file=sys.stderr)
 
 
 def print_assumptions(assumptions: Iterable[str]) -> None:

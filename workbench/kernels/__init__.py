@@ -25,7 +25,9 @@ from workbench.kernels import routing as _routing
 from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.dispatch import Attestation, Site, merged
 from workbench.kernels.machine import Machine, rehearsed_machine
+from workbench.kernels.outside import OutsideTap, outside
 from workbench.kernels.registry import Call, backend_named, parse_selection
+from workbench.kernels.rehearsal import Rehearsal, Seen
 from workbench.kernels.workspace import Workspace
 from workbench.numerics import NumericsPolicy, resolve_policy
 from workbench.taps import Tap
@@ -81,7 +83,7 @@ class Kernels:
         self.router_dtype, self.workspace = router_dtype, workspace
         self.strict, self.card = strict, card
         self._machine: Machine | None = None if card is None else rehearsed_machine(card)
-        self._rehearsal = None
+        self._rehearsal: Rehearsal | None = None
         self._sites: dict[tuple, Site] = {}
 
     def altered(self, **changes: object) -> Kernels:
@@ -108,7 +110,8 @@ class Kernels:
                 op, device, x.dtype, tokens, packed, needs_grad, self.policy, tuple(weight_shape), self._machine,
                 x.device.type,
             )  # fmt: skip
-            site = self._sites[key] = Site(call, self.requested.get(op), self.card, self.strict)
+            with nullcontext() if self.card is None else outside():
+                site = self._sites[key] = Site(call, self.requested.get(op), self.card, self.strict)
         return site
 
     def rehearsal(self) -> AbstractContextManager:
@@ -116,10 +119,17 @@ class Kernels:
         if self.card is None:
             return nullcontext()
         if self._rehearsal is None:
-            from workbench.kernels.rehearsal import Rehearsal
-
             self._rehearsal = Rehearsal(self.card)
         return self._rehearsal
+
+    @property
+    def rehearsed(self) -> list[Seen]:
+        """What the passes asked of the rehearsed card so far: products by op, dtype and outcome; empty without one."""
+        return [] if self._rehearsal is None else self._rehearsal.seen
+
+    def watched_by(self, tap: Tap | None) -> Tap | None:
+        """`tap` as a pass of a model is to call it: outside of the card's limits where one is rehearsed."""
+        return tap if tap is None or self.card is None else OutsideTap(tap)
 
     def attestation(self) -> list[Attestation]:
         """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
