@@ -368,7 +368,7 @@ def test_observers_and_choices_are_no_part_of_what_is_rehearsed():
     refused = dict(row_of(model.kernels, "gated_delta_rule").refused)
     assert "solve_triangular, which Iluvatar BI-V100 32 GB lacks" in refused["torch_chunk"]
     model.kernels = model.kernels.altered(requested="torch_chunk", policy=by_library)
-    with pytest.raises(BackendError, match="backend torch_chunk was asked for .*which Iluvatar BI-V100 32 GB lacks"):
+    with pytest.raises(BackendError, match=r"backend torch_chunk was asked for .*which Iluvatar BI-V100 32 GB lacks"):
         model(torch.tensor([[1, 2, 3]]))
     with model.kernels.rehearsal(), pytest.raises(BackendError, match=absent):
         torch.linalg.solve_triangular(torch.eye(2), torch.ones(2, 1), upper=False)

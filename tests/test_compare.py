@@ -55,6 +55,14 @@ def ids(tokens: int = 70) -> list[int]:
 # ---- verdicts
 
 
+def test_a_card_on_one_side_is_rounding_of_its_dtype_on_a_sound_model(checkpoint):
+    result = compare(checkpoint, "auto", "auto", prompt=ids(), card_b="t4")
+    assert result.verdict.verdict == "rounding" and result.b.label == "auto on t4" and result.b.dtype == "float16"
+    assert {row["backend"] for row in result.b.backends if row["op"] == "linear"} == {"torch_linear"}
+    with pytest.raises(InputError, match="card of side a: expected with backends or a policy, found 'hf'"):
+        compare(checkpoint, "hf", "auto", prompt=ids(), card_a="t4")
+
+
 def test_one_backend_twice_is_the_same_in_every_bit(checkpoint):
     result = compare(checkpoint, "torch_chunk", "torch_chunk", prompt=ids(), decode=2)
     assert result.verdict.verdict == "same" and result.verdict.exit_code == 0 and result.side is None

@@ -81,6 +81,20 @@ def test_every_combination_is_one_row_in_the_order_of_the_axes():
     assert (frame["error_out"][wide] < 1e-6).all() and (frame["error_out"][~wide] > 1e-4).all()
 
 
+def test_a_card_is_rehearsed_in_every_cell_and_part_of_what_a_cell_is_known_by(checkpoint, tmp_path, measured):
+    grid = {"policy": ["safe", "doubling"], "dtype": ["float16"], "length": [8]}
+    resume = tmp_path / "sweep.jsonl"
+    here = sweeps.sweep(checkpoint, grid, ["finite"], resume=resume)
+    there = sweeps.sweep(checkpoint, grid, ["finite"], resume=resume, card="bi-v100")
+    assert len(measured) == 4 and list(here["finite"]) == list(there["finite"]) == [1.0, 1.0]
+    library = NumericsPolicy(solver="solve_triangular")
+    failed = sweeps.sweep(
+        checkpoint, {"policy": [library], "dtype": ["float16"], "length": [8]}, ["finite"], backend="torch_chunk",
+        card="bi-v100",
+    )  # fmt: skip
+    assert "which Iluvatar BI-V100 32 GB lacks" in failed["error"][0]
+
+
 def test_tensors_past_the_limit_say_where_they_break():
     # 64 tokens of -1.39 pass the 88.72 nats of exp, 64 of -1.38 do not.
     for log_decay, finite, first in ((-1.38, True, None), (-1.39, False, "gdn.decay")):

@@ -41,6 +41,7 @@ from workbench import __version__, quality, taps
 from workbench.analysis import nans, parity
 from workbench.analysis.memory import peak_tensor_bytes
 from workbench.analysis.runs import using_policy
+from workbench.cards import Card, card_named
 from workbench.dialogue import DATA, fixed_dialogues
 from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.kernels import Kernels
@@ -123,6 +124,7 @@ class Source:
     tokenizer: Tokenizer | Path | None = None
     backend: str | None = None
     device: str = "cpu"
+    card: Card | None = None
 
     @property
     def kind(self) -> str:
@@ -147,6 +149,7 @@ def sweep(
     tokenizer: Tokenizer | None = None,
     backend: str | None = None,
     device: str | torch.device = "cpu",
+    card: Card | str | None = None,
 ) -> pd.DataFrame:
     """Measure every cell of `grid`; one row a cell: policy, chunk, dtype, length, each metric, error.
 
@@ -163,6 +166,7 @@ def sweep(
               checkpoint's path must lead to the same files on its workers
     ids       the text of a model as token ids; None: the held-out text by `tokenizer`, or by the checkpoint's own
     backend   ``[OP=]NAME``, as `load` takes it; the policy is an axis. `device` as `load` takes it
+    card      to rehearse in every cell, a profile or a name of `cards.known_cards`; None: that of the model, if any
 
     Raises InputError, PolicyError, BackendError or CheckpointError, before any cell is measured, for a grid, a metric
     or a target that cannot be used. What goes wrong inside a cell is text in the column `error` of its row.
@@ -182,7 +186,8 @@ def sweep(
     if type(jobs) is not int or jobs < 1:
         raise InputError(f"jobs: expected a whole number of at least 1, found {shown(jobs)}")
     cells(grid)  # before anything is read
-    source, tokens = _source_of(target, ids, tokenizer, backend, device, is_remote=cluster is not None)
+    card = card_named(card) if isinstance(card, str) else card
+    source, tokens = _source_of(target, ids, tokenizer, backend, device, card, is_remote=cluster is not None)
     chosen = chosen_metrics(metrics, source)
     wanted = {cell: _key(source, cell, chosen) for cell in cells(grid, default_length=tokens)}
     with ExitStack() as stack:
@@ -279,14 +284,14 @@ def _frame(rows: Iterable[tuple[Cell, dict[str, Any]]], metrics: Sequence[str]) 
 
 def _source_of(
     target: Target, ids: Sequence[int] | Tensor | None, tokenizer: Tokenizer | None, backend: str | None, device: str,
-    *, is_remote: bool,
+    card: Card | None, *, is_remote: bool,
 ) -> tuple[Source, int]:  # fmt: skip
     """The source and the length of a cell that names none."""
     if backend is not None and parse_selection(backend).policy is not None:
         raise InputError(f"backend {backend!r}: expected no policy in it, found one; policies are an axis of the grid")
     if not is_remote:  # a cluster has devices of its own
         device_named(device)
-    shared = {"backend": backend, "device": str(device)}
+    shared: dict[str, Any] = {"backend": backend, "device": str(device), "card": card}
     tensors = _tensors_of(target)
     if tensors is not None:
         if ids is not None or tokenizer is not None:
@@ -302,7 +307,7 @@ def _source_of(
         digest = _digest_of(target.state_dict()) + repr(target.config)
         if backend is None and target.kernels.requested:
             shared["backend"] = ",".join(f"{op}={name}" for op, name in target.kernels.requested.items())
-        shared["device"] = str(target.device)
+        shared |= {"device": str(target.device), "card": card or target.kernels.card}
     else:
         model = Path(target)
         if not model.exists():
@@ -423,6 +428,8 @@ def _key(source: Source, cell: Cell, metrics: Sequence[str]) -> str:
         __version__, torch.__version__, source.digest, source.backend, source.device, list(metrics),
         cell.numerics.to_json(), cell.dtype, cell.length,
     ]  # fmt: skip
+    if source.card is not None:
+        parts.append(repr(source.card))
     if source.ids is not None:
         parts.append(hashlib.sha256(source.ids[: cell.length].numpy().tobytes()).hexdigest())
     for metric, name in (("perplexity", "heldout.jsonl"), ("dialogue", "dialogues.jsonl")):
@@ -479,7 +486,7 @@ def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[s
             f"length: expected at most {model.config.max_position_embeddings} tokens (max_position_embeddings), "
             f"found {cell.length}"
         )
-    model.kernels = model.kernels.altered(requested=source.backend, policy=cell.numerics)
+    model.kernels = model.kernels.altered(requested=source.backend, policy=cell.numerics, card=source.card)
     input_ids = source.ids[None, : cell.length].to(model.device)
 
     def forward() -> Tensor:
@@ -548,11 +555,12 @@ class FirstBad:
 
 def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[str, Any]:
     inputs = _inputs(source, cell)
-    kernels = Kernels(source.backend, cell.numerics)
+    kernels = Kernels(source.backend, cell.numerics, card=source.card)
     watch = FirstBad()
     for argument, tap in parity.ARGUMENT_TAPS.items():
         watch(tap, inputs[argument])
-    out, state = kernels.gated_delta_rule(**inputs, tap=watch)  # as a model calls it: named_tensors has read the gates
+    with kernels.rehearsal():  # as a model calls it: named_tensors has read the gates
+        out, state = kernels.gated_delta_rule(**inputs, tap=kernels.watched_by(watch))
     watch(taps.GDN_STATE, state)
     watch(taps.GDN_OUT, out)
     values: dict[str, Any] = {"finite": torch.isfinite(out).double().mean().item(), "first_bad": watch.name}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.cli.inputs import folder_of, prompt_ids
-from workbench.cli.options import add_command, add_expert_layout, prompt_options
+from workbench.cli.options import add_card, add_command, add_expert_layout, prompt_options
 from workbench.cli.output import text_table, write_json
 from workbench.errors import InputError
 from workbench.numerics import LARGEST
@@ -51,6 +51,9 @@ def add(commands) -> None:
         group.add_argument(f"--save-{side}", metavar="DIR", type=Path,
                            help="write the side's tensors and tokens as a bundle, to be a side elsewhere")  # fmt: skip
     add_expert_layout(group)
+    add_card(group)
+    for side in "ab":
+        group.add_argument(f"--card-{side}", metavar="NAME|FILE", help="the same for one side alone")
     group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     parser.add_argument("--decode", metavar="N", type=int, default=0,
                         help="go on for N tokens after the prompt, those that side a finds likeliest (0)")  # fmt: skip
@@ -83,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
     result = compare(
         options.checkpoint, options.a, options.b, prompt=_prompt(options), decode=options.decode,
         dtype_a=options.dtype_a, dtype_b=options.dtype_b, device=options.device, expert_layout=options.expert_layout,
-        mapping_a=options.map_a, mapping_b=options.map_b,
+        mapping_a=options.map_a, mapping_b=options.map_b, card_a=options.card_a or options.card,
+        card_b=options.card_b or options.card,
     )  # fmt: skip
     model_hash = None
     if options.checkpoint is not None and (options.save_a or options.save_b):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cli.inputs import parse_ids, print_assumptions
-from workbench.cli.options import add_command
+from workbench.cli.options import add_card, add_command
 from workbench.cli.outcome import FINE
 from workbench.cli.output import text_table
 from workbench.errors import InputError
@@ -39,6 +39,7 @@ def add(commands) -> None:
                         "peak_bytes; default: all that there are but perplexity and dialogue")  # fmt: skip
     parser.add_argument("--ids", metavar="1,2,3", help="token ids in the place of the held-out text")
     parser.add_argument("--backend", metavar="[OP=]NAME", help="backends by name, several separated by commas")
+    add_card(parser)
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     parser.add_argument("--resume", metavar="FILE",
                         help="keep finished cells here (JSON lines); none of them is measured again")  # fmt: skip
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     frame = sweeps.sweep(
         Path(options.target), grid, options.metric, resume=options.resume, jobs=options.jobs, cluster=options.cluster,
         progress=Bar(), ids=None if options.ids is None else parse_ids(options.ids), backend=options.backend,
-        device=options.device,
+        device=options.device, card=options.card,
     )  # fmt: skip
     failed = frame["error"].notna()
     shown = frame.astype(object).where(frame.notna(), None)

@@ -21,6 +21,7 @@ from workbench.analysis.compare.sides import HF, Models, Side, check_length, is_
 from workbench.analysis.provenance import place
 from workbench.analysis.stages import judge_passes, unit
 from workbench.analysis.verdict import NOT_ESTABLISHED, Verdict, Where
+from workbench.cards import Card, card_named
 from workbench.errors import InputError
 from workbench.model import CausalLM
 from workbench.provenance import checkpoint_hash
@@ -107,6 +108,8 @@ def compare(
     expert_layout: str | None = None,
     mapping_a: str | Path | Mapping[str, Any] | None = None,
     mapping_b: str | Path | Mapping[str, Any] | None = None,
+    card_a: Card | str | None = None,
+    card_b: Card | str | None = None,
 ) -> Comparison:
     """Run `a` and `b` on the same tokens and compare every tap point that both show.
 
@@ -116,6 +119,8 @@ def compare(
     prompt      text, or token ids; a bundle brings its own
     decode      tokens to go on with after it, one a pass: those that side a finds likeliest, given to both
     dtype_a, dtype_b  of the weights of each side; None: as stored
+    card_a, card_b  cards to rehearse, by profile or name (`cards.known_cards`); the dtype of such a side is the card's
+                unless it is given. Not for models, bundles and ``hf``
     mapping_a, mapping_b  for a bundle with names of another engine, see `saved.read_mapping`
 
     `rounding` means that no op of either side is further from float64 of its own inputs than its dtype explains: what
@@ -128,6 +133,16 @@ def compare(
     """
     if decode < 0:
         raise InputError(f"compare: decode: expected 0 or more, found {decode}")
+    cards = {
+        name: card_named(card) if isinstance(card, str) else card for name, card in (("a", card_a), ("b", card_b))
+    }
+    for name, what in (("a", a), ("b", b)):
+        if cards[name] is not None and (isinstance(what, CausalLM) or what == HF or is_bundle(what)):
+            raise InputError(f"compare: card of side {name}: expected with backends or a policy, found {what!r}")
+    dtype_a, dtype_b = (
+        card.model_dtype if card is not None and dtype is None else dtype
+        for card, dtype in ((cards["a"], dtype_a), (cards["b"], dtype_b))
+    )
     given = {"a": (a, dtype_a, mapping_a), "b": (b, dtype_b, mapping_b)}
     models = Models(checkpoint, device, expert_layout)
     sides: dict[str, Side] = {}
@@ -149,8 +164,10 @@ def compare(
         else:
             model = models.of(dtype)
             check_length(model, feeds, left)
-            run = run_hf(model, checkpoint, feeds, left) if what == HF else run_selection(model, what, feeds, left)
-            sides[name] = run
+            if what == HF:
+                sides[name] = run_hf(model, checkpoint, feeds, left)
+            else:
+                sides[name] = run_selection(model, what, feeds, left, cards[name])
         feeds, left = sides[name].feeds, 0
     for name, (_, dtype, _) in given.items():
         side = sides[name]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.analysis.stages import Seen, stage_watch
+from workbench.cards import Card
 from workbench.errors import BackendError, InputError
 from workbench.kernels import Kernels
 from workbench.kernels.registry import parse_selection
@@ -123,13 +124,16 @@ def run_model(model: CausalLM, label: str, feeds: Sequence[Tensor], decode: int)
     return Side(label, "model", watch.passes, watch.table, named(model.dtype), kernels.policy.to_json(), backends)
 
 
-def run_selection(model: CausalLM, text: str, feeds: Sequence[Tensor], decode: int) -> Side:
-    """`run_model` with the backends and the policy of `text`; the model's own come back."""
+def run_selection(
+    model: CausalLM, text: str, feeds: Sequence[Tensor], decode: int, card: Card | None = None
+) -> Side:
+    """`run_model` with the backends and the policy of `text`, on `card` if one is named; the model's own come back."""
     before = model.kernels
     chosen = kernels_of(text)
-    model.kernels = before.altered(requested=chosen.requested, policy=chosen.policy)
+    model.kernels = before.altered(requested=chosen.requested, policy=chosen.policy, card=card or before.card)
+    label = text if card is None else f"{text} on {card.name}"
     try:
-        return run_model(model, text, feeds, decode)
+        return run_model(model, label, feeds, decode)
     finally:
         model.kernels = before
 
