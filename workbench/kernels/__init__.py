@@ -146,8 +146,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `gated_delta_rule.spec`."""
         run = self._backend(
-            "gated_delta_rule", q.shape[1], q, k, v, log_decay, beta, initial_state, packed=cu_seqlens is not None
-        )
+            "gated_delta_rule", q.shape[1], q, k, v, log_decay, beta, initial_state, packed=cu_seqlens is not None,
+            weight_shape=(v.shape[2], q.shape[3], v.shape[3]),
+        )  # fmt: skip
         return run(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
             policy=self.policy, tap=tap,
@@ -162,7 +163,8 @@ class Kernels:
         self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv.spec`."""
-        run = self._backend("causal_conv", x.shape[1], x, weight, window, packed=cu_seqlens is not None)
+        packed = cu_seqlens is not None
+        run = self._backend("causal_conv", x.shape[1], x, weight, window, packed=packed, weight_shape=weight.shape)
         return run(x, weight, window=window, cu_seqlens=cu_seqlens)
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -178,7 +180,8 @@ class Kernels:
         cu_seqlens: Tensor | None = None, tap: Tap | None = None,
     ) -> Tensor:  # fmt: skip
         """See `attention.spec`."""
-        run = self._backend("attention", q.shape[1], q, k, v, packed=cu_seqlens is not None)
+        sizes = (q.shape[2], *k.shape[2:])
+        run = self._backend("attention", q.shape[1], q, k, v, packed=cu_seqlens is not None, weight_shape=sizes)
         return run(q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
 
     def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:

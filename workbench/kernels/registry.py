@@ -28,8 +28,9 @@ class Call:
 
     `tokens` is the number of tokens of one sequence for sequence ops and of all rows for per-row ops;
     `packed` says that sequences of different length share one batch row; `needs_grad` that a backward pass
-    will follow; `weight_shape` is that of the op's (first) matrix, empty where it has none. `machine` is what the call
-    is judged by, None for this machine's `device`; `tensor_device` the kind of device that holds the tensors, empty
+    will follow; `weight_shape` is that of the op's (first) weight, of the gated delta rule that of a state [V, K, W],
+    of attention [heads, kv heads, head_dim]; empty where it has none or is not known. `machine` is what the call is
+    judged by, None for this machine's `device`; `tensor_device` the kind of device that holds the tensors, empty
     where that is `device`, another one while a card is rehearsed.
     """
 
