@@ -629,7 +629,7 @@ def main(arguments: list[str] | None = None, sizes: Sizes = FULL) -> int:
             worst = max(worst, share)
             found = measure(comparison, options.rounds, options.device, clock)
             for row in found:
-                if row.n > 1:
+                if row.unit == "us" or row.unit.startswith("times"):
                     found_here = f"{row.median:12.3f} {row.unit}, IQR {row.iqr:.3f}"
                     print(f"{row.case:90} {row.backend:30} {found_here}", flush=True)
             rows += found
