@@ -566,13 +566,14 @@ def _assemble(
     narrowing = []
     for name, sources in plan.sources.items():
         tensor = _canonical_tensor(config, name, sources, reader, plan.layouts.get(name.rpartition(".")[0]))
-        target = _target_dtype(name, tensor.dtype, dtype)
+        target = target_dtype(name, tensor.dtype, dtype)
         tensors[name], record = cast(name, tensor, target)
         narrowing += [record] if record else []
     return tensors, tuple(narrowing)
 
 
-def _target_dtype(name: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def target_dtype(name: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """In which dtype a canonical tensor is held, stored in one and asked for in another (None: as stored)."""
     if ALWAYS_FLOAT32.fullmatch(name):
         return torch.float32
     if asked is None or (name.endswith(".linear_attn.norm.weight") and stored == torch.float32):

@@ -40,7 +40,7 @@ MATMUL = "matmul"
 #: Matrix products: operator -> position of the left factor, whose last axis is summed over.
 PRODUCTS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1, "aten::mv": 0,
-    "aten::addmv": 1, "aten::dot": 0, "aten::vdot": 0, "aten::_grouped_mm": 0,
+    "aten::addmv": 1, "aten::dot": 0, "aten::vdot": 0, "aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0,
 }  # fmt: skip
 CONVOLUTIONS = frozenset({"aten::convolution", "aten::_convolution", "aten::mkldnn_convolution"})
 #: Operators that are the whole attention, with its two products inside.
@@ -306,8 +306,8 @@ def _flops(name: str, kind: str, factors: list[Tensor], args: tuple) -> int:
         return 2 * right.numel() * places
     if name in ("aten::dot", "aten::vdot", "aten::mv", "aten::addmv"):
         return 2 * left.numel()
-    if name == "aten::_grouped_mm" and left.dim() == 2 and right.dim() == 2:  # groups along the summed axis
-        return 2 * left.numel() * right.shape[-1]
+    if name == "mkldnn::_linear_pointwise":  # the weight is [N, D]
+        return 2 * left.numel() * right.shape[0]
     return 2 * left.numel() * right.shape[-1]
 
 
@@ -324,14 +324,22 @@ def _place(code: CodeType) -> tuple[str, str] | None:
 
 
 def _caller() -> tuple[str, str]:
-    """(op, file:line) of the nearest code of the package that led to this operator."""
+    """(op, file:line): the nearest code of the package that led to this operator, and the op that was asked for.
+
+    An op may compute with the code of another (attention with the products of `linear`): the outermost one counts.
+    """
+    op, site = None, None
     frame = sys._getframe(2)
     while frame is not None:
         place = _place(frame.f_code)
         if place is not None:
-            return place[0], f"{place[1]}:{frame.f_lineno}"
+            site = site or f"{place[1]}:{frame.f_lineno}"
+            if op is None or place[0] not in ("model", "other"):
+                op = place[0]
+            elif place[0] == "model":
+                break
         frame = frame.f_back
-    return "other", "outside of the package"
+    return op or "other", site or "outside of the package"
 
 
 def prices(card: Card, seen: Iterable[Seen]) -> list[Mapping[str, object]]:
