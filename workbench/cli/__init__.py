@@ -20,6 +20,7 @@ from workbench.cli import (
     convert,
     generate,
     inspect,
+    readiness,
     report,
     routing,
     score,
@@ -41,6 +42,7 @@ COMMANDS = (
     sweep,
     backends,
     inspect,
+    readiness,
     convert,
 )
 

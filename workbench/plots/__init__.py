@@ -3,6 +3,7 @@
 Nothing is told by colour alone. Limits are labelled lines, and a value that is not finite is hatched, never left blank.
 """
 
+from workbench.plots.half_precision import half_precision_depth
 from workbench.plots.numerics import (
     POLICY_STYLE,
     cumsum_paths,
@@ -37,6 +38,7 @@ __all__ = [
     "depth_ranges",
     "exponent_histograms",
     "gate_ranges",
+    "half_precision_depth",
     "layer_times",
     "load_maps",
     "nan_spread",
