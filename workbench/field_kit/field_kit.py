@@ -913,12 +913,12 @@ class Tape:
     def _read(self, name, read, module, parent, inputs, output):
         if self._state == "open" and self._has_step():
             see = _See(self, module, parent, inputs, output)
-            self._show(name, lambda: [(None, read(see))], name)
+            self._show(name, lambda: [(None, read(see))], name, id(module))
 
     def _has_step(self):
         return self.steps is None or self.steps[0] <= max(self.step, 0) < self.steps[1]
 
-    def _show(self, what, read, name=None):
+    def _show(self, what, read, name=None, source=None):
         """Record what `read` gives: (tap point relative to the layer, tensor) pairs.
 
         A tensor of a layout that is not expected must not stop the model that is watched: it is listed, and said.
@@ -935,13 +935,16 @@ class Tape:
             return
         for tap, x in pairs:
             if x is not None:
-                self.see(name or (full_name(self.layer, tap) if self._is_relative(tap) else tap), x)
+                self.see(name or (full_name(self.layer, tap) if self._is_relative(tap) else tap), x, source or what)
 
     def _is_relative(self, tap):
         return self.layer is not None and tap not in MODEL_TAPS and not tap.startswith("layers.")
 
-    def see(self, name, x):
-        """Record a tensor under a full name: its statistics, and its values while there is room for them."""
+    def see(self, name, x, source=None):
+        """Record a tensor under a full name: its statistics, and its values while there is room for them.
+
+        Of several sources (anything that can be compared) that show one name in a pass the first is recorded.
+        """
         torch = _torch()
         if not torch.is_tensor(x) or not self._wants(name) or x.dtype not in self._dtypes:
             return
@@ -949,11 +952,11 @@ class Tape:
             self.begin_pass()
         if name == "embed":
             self.batch, self.tokens = x.shape[0], x.shape[1]
-        times, before = self._shown.get(name, (0, None))
-        if times == 1 and name.endswith(".gdn.out") and before == x.shape:
-            return  # the rule gave it, and the norm after the rule takes it: one tensor, one row
+        times, first = self._shown.get(name, (0, source))
+        if source != first:
+            return  # what the rule gives is what the norm after it takes: one tensor, one row, of the first place
         own = host_copy(x)
-        self._shown[name] = times + 1, x.shape
+        self._shown[name] = times + 1, source
         self._last = name
         dtype, shape = _named(own.dtype), list(own.shape)
         match = re.match(r"layers\.(\d+)\.", name)
