@@ -22,7 +22,7 @@ LAYERS = (
     ("plots", "sweeps"),
     ("report",),
     ("controls",),
-    ("bench", "field_kit", "serving", "training"),
+    ("bench", "field_kit", "probe", "serving", "training"),
     ("cli",),
     ("__main__",),
 )
@@ -37,7 +37,7 @@ ONLY = {
     "field_kit": set(),  # so that its one file runs where it was copied to, alone
 }
 # Wider parts of the program that nothing but the command line knows.
-EDGE = {"bench", "field_kit", "serving", "training"}
+EDGE = {"bench", "field_kit", "probe", "serving", "training"}
 # Peers that the project is compared with; the tests have them, the package must work without.
 FORBIDDEN_PACKAGES = {"transformers", "fla", "pytest", "hypothesis"}
 # Where a peer is run beside ours, when it is installed.
