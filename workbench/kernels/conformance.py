@@ -319,7 +319,8 @@ class _Examination:
             served += [first] if first else []
         for one in served:  # all cases have been run by now: what one call leaves behind meets the others
             yield from self._again(one)
-            yield from self._strides(one)
+            if not self.contract.repeats(one.case):
+                yield from self._strides(one)
         widest = [dtype for dtype in dtypes if any(one.dtype == dtype for one in served)]
         if everything and widest:
             for name, probe in self.contract.probes().items():
@@ -364,6 +365,10 @@ class _Examination:
     def _failed(self, check: str, case: str, dtype: torch.dtype, arguments: Arguments, reason: str, **more: Any) -> Row:
         return self._row(check, case, dtype, FAILED, reason=reason, inputs=_described(arguments), **more)
 
+    def _unpromised(self, case: str) -> str | None:
+        policy = self.backend.policy
+        return None if policy is None else self.contract.unpromised(case, policy)
+
     # ---- checks
 
     def _values(self, case: str, dtype: torch.dtype) -> Iterator[Row]:
@@ -372,6 +377,10 @@ class _Examination:
         expected = _arbiter(contract.op, case, dtype)
         if any(_overflows(e, contract.output_dtype(dtype, n)) for n, e in zip(contract.outputs, expected, strict=True)):
             return None  # the right answer is none that this dtype can hold
+        unpromised = self._unpromised(case)
+        if unpromised:
+            yield self._row(RUNS, case, dtype, REFUSED, reason=unpromised)
+            return None
         given = self._given(contract.cases()[case], dtype)
         kept = {name: _copied(x) if isinstance(x, Tensor) else x for name, x in given.items()}
         try:
@@ -537,21 +546,28 @@ class _Examination:
         if wrong:
             yield self._failed(NAN, name, dtype, given, wrong)
             return
-        musts = [torch.isnan(e) if probe.must is None else probe.must(n, torch.isnan(e))
-                 for n, e in zip(contract.outputs, expected, strict=True) if e.is_floating_point()]  # fmt: skip
-        bad_rows = torch.stack([m.flatten(1).any(1) for m in musts]).any(0) if contract.nan_keeps_bits else None
-        for output, part, reference in zip(contract.outputs, found, expected, strict=True):
-            part = part.cpu()
-            reason, place = self._probed(probe, output, part, reference, bad_rows, dtype)
+        try:
+            clean = None if probe.clean is None else self._call(self._given(probe.clean, dtype))
+        except (_Refusal, _Failure) as failure:
+            yield self._failed(NAN, name, dtype, given, f"did not run without NaN: {failure}")
+            return
+        bad_rows = torch.isnan(expected[0]).flatten(1).any(1)
+        for i, (output, part, reference) in enumerate(zip(contract.outputs, found, expected, strict=True)):
+            before = None if clean is None else clean[i].cpu()
+            reason, place = self._probed(probe, output, part.cpu(), reference, before, bad_rows, dtype)
             if reason:
                 yield self._failed(NAN, name, dtype, given, reason, output=output, **place)
             else:
                 yield self._row(NAN, name, dtype, PASSED, output=output)
 
     def _probed(
-        self, probe: NanProbe, output: str, part: Tensor, reference: Tensor, bad_rows: Tensor | None, dtype: torch.dtype
-    ) -> tuple[str, dict[str, Any]]:
-        """What is wrong with one output of a call that had NaN, and where; ("", {}) where nothing is."""
+        self, probe: NanProbe, output: str, part: Tensor, reference: Tensor, clean: Tensor | None, bad_rows: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
+        """What is wrong with one output of a call that had NaN, and where; ("", {}) where nothing is.
+
+        `reference` is the arbiter's, `clean` the backend's own without NaN; whole numbers of `bad_rows` are free.
+        """
         if not part.is_floating_point():
             good = ~bad_rows
             if not torch.equal(part[good], reference[good]):
@@ -577,8 +593,12 @@ class _Examination:
         if bool(rest.any()):
             error, limit = relative_error(part[rest], reference[rest]), self.contract.limit(dtype, output)
             if error > limit:
-                clean = part.masked_fill(~rest, 0.0), reference.masked_fill(~rest, 0.0)
-                return "values beside a NaN changed", {"error": error, "limit": limit, **_place(*clean, limit)}
+                good = part.masked_fill(~rest, 0.0), reference.masked_fill(~rest, 0.0)
+                return "values beside a NaN changed", {"error": error, "limit": limit, **_place(*good, limit)}
+        if clean is not None and not torch.equal(part[~may], clean[~may]):
+            return "values beside a NaN changed", _first_difference(
+                part.masked_fill(may, 0.0), clean.masked_fill(may, 0.0)
+            )
         return "", {}
 
     def _law(self, check: str, name: str, law: Law, dtype: torch.dtype) -> Iterator[Row]:
@@ -608,7 +628,8 @@ class _Examination:
     def _gradient(self, case: str, dtype: torch.dtype) -> Iterator[Row]:
         contract = self.contract
         arguments = contract.cases()[case]
-        if sum(x.numel() for x in arguments.values() if isinstance(x, Tensor)) > GRADIENT_VALUES:
+        values = sum(x.numel() for x in arguments.values() if isinstance(x, Tensor))
+        if values > GRADIENT_VALUES or contract.repeats(case) or self._unpromised(case):
             return
         given = self._given(arguments, dtype)
         try:

@@ -32,11 +32,13 @@ class NanProbe:
     may     (output, where there must be one) -> where one may stand; None: nowhere else
     spares  backends for which one may stand anywhere, as the op's spec says
     reason  why `may` or `spares` is wider than `must`
+    clean   the same call without what is bad, where all that stands outside `may` must be its result to the last bit
 
     What is finite for the arbiter and stands outside `may` must agree with it.
     """
 
     arguments: Arguments
+    clean: Arguments | None = None
     must: Callable[[str, Tensor], Tensor] | None = None
     may: Callable[[str, Tensor], Tensor] | None = None
     spares: tuple[str, ...] = ()
@@ -77,7 +79,8 @@ class Contract:
     gradient_limit (dtype, input) -> how far a gradient may be from the arbiter's, over the largest one of the case
     probes      calls with NaN, by name
     laws        by the name of a check, calls by name, see `Law`
-    nan_keeps_bits  whether what a NaN does not reach stays as it was to the last bit
+    repeats     case -> whether another has its shapes: other layouts and gradients are checked with that one alone
+    unpromised  (case, policy) -> why a backend that computes by this preset is not held to the case, or None
     legal       (arguments, output, values [rows, ...]) -> what is wrong with whole numbers beside a NaN, or None
     parts       what a call returns -> its outputs, in order
     """
@@ -97,7 +100,8 @@ class Contract:
     gradient_limit: Callable[[torch.dtype, str], float] | None = None
     probes: Callable[[], Mapping[str, NanProbe]] = dict
     laws: Mapping[str, Callable[[], Mapping[str, Law]]] = field(default_factory=dict)
-    nan_keeps_bits: bool = False
+    repeats: Callable[[str], bool] = lambda _case: False
+    unpromised: Callable[[str, str], str | None] = lambda _case, _policy: None
     legal: Callable[[Arguments, str, Tensor], str | None] = lambda _arguments, _output, _values: None
     parts: Callable[[Any], Outputs] = lambda found: found if isinstance(found, tuple) else (found,)
 

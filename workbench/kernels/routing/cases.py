@@ -61,11 +61,10 @@ def probes() -> Mapping[str, NanProbe]:
     """A row without a softmax has weights of NaN and some legal experts, so that nothing crashes far from the cause."""
     probes = {}
     for tokens, value in ((300, math.nan), (300, math.inf), (7, math.nan), (7, math.inf)):
-        logits = distinct_logits(tokens, 16)
+        clean = {"logits": distinct_logits(tokens, 16), "top_k": 4, "normalise": True}
+        logits = clean["logits"].clone()
         logits[[5, tokens - 1], [3, 0]] = value
-        probes[f"{value} in 2 of {tokens} tokens"] = NanProbe(
-            arguments={"logits": logits, "top_k": 4, "normalise": True}
-        )
+        probes[f"{value} in 2 of {tokens} tokens"] = NanProbe(arguments={**clean, "logits": logits}, clean=clean)
     return probes
 
 
@@ -86,6 +85,6 @@ CONTRACTS = (
     Contract(
         op=spec.OP, spec=spec, outputs=("weights", "experts"), cases=cases, limit=rounding_limit(1),
         tolerance=rounding_text(1) + "; experts exactly, ties too", output_dtype=output_dtype, probes=probes,
-        nan_keeps_bits=True, legal=legal,
+        legal=legal,
     ),
 )  # fmt: skip
