@@ -227,10 +227,11 @@ class _Seen:
     activations: list[HeldTensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, error: BaseException, model: CausalLM, known: Iterable[Tensor]) -> _Seen:
-        """Read the frames of `error`; `known` tensors are those of weights and caches."""
+    def of(cls, error: BaseException, model: CausalLM, caches: Iterable[Cache]) -> _Seen:
+        """Read the frames of `error`; tensors of the weights and of `caches` are no activations."""
         causes = [link for link in _chain(error, with_context=False) if is_out_of_memory(link)]
         seen = cls(error=_first_line(causes[-1]), in_use=in_use_on(model.device))
+        known = itertools.chain(model.parameters(), model.buffers(), *map(cache_tensors, caches))
         storages = {storage_of(tensor) for tensor in known}
         held: list[HeldTensor] = []
         for frame, line in _frames(error):
@@ -345,16 +346,14 @@ class Recovery:
                 is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 if is_captured or not is_out_of_memory(error):
                     raise
-                known = [*self.model.parameters(), *self.model.buffers()]
-                known += [x for c in ([] if cache is None else [cache]) + list(held) for x in cache_tensors(c)]
-                seen = _Seen.of(error, self.model, known)
+                seen = _Seen.of(error, self.model, [*([] if cache is None else [cache]), *held])
                 drop_frames(error)
                 cause = error
             else:
                 if seen is not None:
                     self._record(seen.incident(shape[-1], shape[0], is_recovered=True))
                 return output
-            # Out of the handler: the interpreter holds the attempt no more.
+            # Out of the handler, for in it the interpreter holds the attempt; nor may a variable here hold its tensors.
             undo()
             free_memory(device)
         incident = seen.incident(shape[-1], shape[0], is_recovered=False)
