@@ -5,8 +5,8 @@
 The sides of a comparison take the same inputs and their results are compared before anything is timed. The first side
 is the plain way: in the workbench where it keeps one, else written here. Beside the times: the kernels that a side
 launches, how often the host waits for the device, and the bytes that it touches, counted (`analysis.launches`). Figures
-without a time, such as how many bits depend on an order of summation, follow. docs/patterns.md cites them. `--clock
-processor` counts the seconds of the process alone, where other programs share the machine. Writes
+that are no comparison follow, such as how many values depend on an order of summation. `--clock processor` counts the
+seconds of the process alone, where other programs share the machine. docs/patterns.md cites the figures. Writes
 benchmarks/results/patterns.<hardware>.json.
 """
 
@@ -56,6 +56,8 @@ NAME = "patterns"
 ROUNDING = 1e-5
 #: Values in a block of the check that stops at the first bad one.
 STOP_BLOCK = 1 << 16
+#: Numbers of rows that are given to a product for the first time.
+NEW_NUMBERS = 48
 #: Times that one computation is repeated where its bits are compared.
 REPEATS = 20
 
@@ -486,7 +488,24 @@ COMPARISONS: dict[str, Callable[[Sizes, str], Iterator[Comparison]]] = {
 }
 
 
-# Figures without a time.
+# Figures that are no comparison of sides.
+
+
+def compile_rows(sizes: Sizes, device: str) -> list[bench.Row]:
+    """batch_memcpy size classes: oneDNN's product with numbers of rows that are new to it, and once more."""
+    if torch_onednn.supports(Call("experts", device, torch.float32, 1, False, False, PRESETS["safe"])) is not None:
+        return []
+    hidden = sizes.hidden + 24  # no other product here has this shape
+    x, weight = normal(4 * NEW_NUMBERS, hidden, device=device), normal(2 * sizes.width, hidden, device=device, seed=1)
+    product(x, weight)  # so that the first number does not pay for what all share
+    us: dict[str, list[float]] = {"first time": [], "second time": []}
+    for number in range(1, NEW_NUMBERS + 1):
+        for seconds in us.values():
+            started = time.process_time()
+            product(x[:number], weight)
+            seconds.append(1e6 * (time.process_time() - started))
+    case = f"batch_memcpy size classes: product with a number of rows up to {NEW_NUMBERS}"
+    return [bench.Row.of(case, name, "us", seconds) for name, seconds in us.items()]
 
 
 def order_rows(sizes: Sizes, device: str) -> list[bench.Row]:
@@ -635,7 +654,7 @@ def main(arguments: list[str] | None = None, sizes: Sizes = FULL) -> int:
             rows += found
     if options.only:
         return 0
-    for others in (order_rows, view_rows, recovery_rows):
+    for others in (compile_rows, order_rows, view_rows, recovery_rows):
         for row in others(sizes, options.device):
             print(f"{row.case:90} {row.backend:30} {row.median:12.3f} {row.unit}", flush=True)
             rows.append(row)

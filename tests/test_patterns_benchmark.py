@@ -87,6 +87,13 @@ def test_three_classes_round_as_the_backend_does_and_one_class_rounds_all_alike(
     assert [script.one_class(rows) for rows in (3, 9, 65)] == [32, 32, 96]
 
 
+def test_a_new_number_of_rows_is_timed_apart_from_one_that_came_before(script):
+    rows = {row.backend: row for row in script.compile_rows(script.SMALL, "cpu")}
+    assert set(rows) in ({"first time", "second time"}, set())  # a torch without oneDNN has none
+    assert all(row.n == script.NEW_NUMBERS and row.median > 0 for row in rows.values())
+    assert script.compile_rows(script.SMALL, "cuda") == []
+
+
 def test_one_missing_link_leaves_the_rest_of_the_chain(script):
     (comparison,) = compared(script, "radix-sort chain")
     ran = {}
