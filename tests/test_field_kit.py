@@ -281,6 +281,23 @@ def test_a_selection_keeps_what_was_asked_for(kit, tmp_path, checkpoint):
     assert compare(checkpoint, "torch_recurrent", tmp_path / "run").kind == "rounding"
 
 
+def test_a_warm_up_is_not_counted(kit, tmp_path, checkpoint):
+    model = engine(checkpoint)
+    with kit.record(model, str(tmp_path / "run"), skip=1):
+        with torch.no_grad():
+            model(input_ids=torch.zeros(9, dtype=torch.int64), positions=torch.arange(9))
+        for layer in model.language_model.model.layers:
+            if layer.kind == "linear_attention":
+                layer.linear_attn.state.zero_()
+                layer.linear_attn.window.zero_()
+            else:
+                layer.self_attn.attn.cache = None
+        flat_engine.generate(model, ids(20), 1)
+    content = content_of(tmp_path / "run")
+    assert [len(row) for row in content["input_ids"]] == [20, 1]
+    assert compare(checkpoint, "torch_recurrent", tmp_path / "run").kind == "rounding"
+
+
 def test_statistics_alone(kit, tmp_path, checkpoint):
     model = engine(checkpoint)
     with kit.record(model, str(tmp_path / "run"), save_tensors=False):
@@ -423,6 +440,35 @@ def test_a_function_of_a_module_is_put_back(kit, tmp_path):
     assert read_trace(tmp_path / "run").tensor("layers.00.gdn.conv").shape == (1, 2, 3)
 
 
+def test_a_rule_that_the_mixer_holds_as_a_function_is_seen(kit, tmp_path, checkpoint):
+    """As in transformers before 5, beside a function that the user names."""
+    model = engine(checkpoint)
+    for layer in list(model.language_model.model.layers)[:3]:
+        rule = layer.linear_attn.chunk_gated_delta_rule
+        del layer.linear_attn.chunk_gated_delta_rule
+
+        def fla_like(q, k, v, g, beta, initial_state, output_final_state, rule=rule):
+            return rule(q, k, v, g, beta, initial_state, output_final_state)
+
+        layer.linear_attn.chunk_gated_delta_rule = fla_like
+    silu = flat_engine.F.silu
+    with kit.record(model, str(tmp_path / "run"), functions=["flat_engine:F.silu"]):
+        flat_engine.generate(model, ids(20), 1)
+    assert flat_engine.F.silu is silu
+    assert model.language_model.model.layers[0].linear_attn.chunk_gated_delta_rule.__name__ == "fla_like"
+    saved = read_trace(tmp_path / "run")
+    assert saved.tensor("layers.02.gdn.state", step=1).shape == (1, 4, 16, 24)
+    assert {"layers.00.F.silu.in.input", "layers.03.F.silu.out.0"} <= {row["tap"] for row in saved.content["others"]}
+    assert compare(checkpoint, "torch_recurrent", tmp_path / "run").kind == "rounding"
+
+
+def test_probe_says_that_a_device_is_not_there(kit):
+    found, _ = kit.probe(device="cuda:77", quick=True)
+    steps = {step["step"]: step for step in found.steps}
+    assert steps["device cuda:77"]["status"] == "FAIL" and steps["device cuda:77"]["error"]
+    assert steps["matmul float32 on cpu"]["status"] == "PASS"
+
+
 # ---- other names
 
 
@@ -519,7 +565,7 @@ def test_probe_says_pass_or_fail_and_the_next_step(copy, tmp_path, python):
 
 
 def test_probe_of_a_sound_machine_ends_with_zero(copy):
-    out = run(sys.executable, copy, "probe", "--quick", "--json", "-")
+    out = run(sys.executable, copy, "probe", "--quick", "--json", "-", env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     content = json.loads(out.stdout)
     assert content["cause_id"] is None and content["verdict"] == "every step passed"
 
@@ -646,7 +692,7 @@ TORCH = set("""
     torch.Generator torch.__version__ torch.cat torch.cuda.device torch.cuda.device_count
     torch.cuda.get_device_name torch.cuda.get_device_properties torch.cuda.is_available torch.distributed torch.empty
     torch.eye torch.finfo torch.int32 torch.int64 torch.is_tensor torch.isfinite torch.isnan torch.linalg
-    torch.nn.Module torch.randn torch.softmax torch.triangular_solve torch.version.cuda
+    torch.nn.Module torch.ones torch.randn torch.softmax torch.triangular_solve torch.version.cuda
 """.split())  # fmt: skip
 #: Used only where `hasattr` has said that they are there.
 GUARDED = {"torch.cuda.mem_get_info", "torch.linalg.solve_triangular"}

@@ -648,7 +648,7 @@ class Tape:
     """
 
     def __init__(self, out, taps=("*",), layers=None, steps=None, cap_bytes=CAP_BYTES, map=None, raw=False,
-                 functions=(), save_tensors=True):  # fmt: skip
+                 functions=(), save_tensors=True, skip=0):  # fmt: skip
         if cap_bytes < 1:
             raise KitError(f"record: cap_bytes: expected at least 1, found {cap_bytes}")
         if steps is not None and not (len(steps) == 2 and 0 <= steps[0] < steps[1]):
@@ -669,6 +669,7 @@ class Tape:
         self._written = 0
         self._last, self._state, self._failures = None, "open", []
         self._in_function = False
+        self._skip = skip
         self._committed, self._commit_seconds = 0.0, 0.0
         self._mixers = {}
         self._dtypes = _safetensors_names()
@@ -782,6 +783,10 @@ class Tape:
 
         @functools.wraps(original)
         def forward(*args, **kwargs):
+            if self._skip > 0:
+                out = original(*args, **kwargs)
+                self._skip -= 1
+                return out
             self.begin_pass(*_tokens_of(original, args, kwargs))
             try:
                 out = original(*args, **kwargs)
@@ -916,7 +921,7 @@ class Tape:
             self._show(name, lambda: [(None, read(see))], name, id(module))
 
     def _has_step(self):
-        return self.steps is None or self.steps[0] <= max(self.step, 0) < self.steps[1]
+        return self._skip == 0 and (self.steps is None or self.steps[0] <= max(self.step, 0) < self.steps[1])
 
     def _show(self, what, read, name=None, source=None):
         """Record what `read` gives: (tap point relative to the layer, tensor) pairs.
@@ -1061,7 +1066,7 @@ class Tape:
 
 
 def record(model, out, taps=("*",), layers=None, steps=None, cap_bytes=CAP_BYTES, map=None, raw=False, functions=(),
-           save_tensors=True):  # fmt: skip
+           save_tensors=True, skip=0):  # fmt: skip
     """Record what `model` computes inside ``with record(model, "DIR"):`` to the bundle DIR.
 
     model      any torch.nn.Module that is called once a pass; names of transformers and vLLM of Qwen3.5, Qwen3.6 and
@@ -1074,12 +1079,13 @@ def record(model, out, taps=("*",), layers=None, steps=None, cap_bytes=CAP_BYTES
     raw        the first result of every module, by the module's own name: map them at home, `compare --map-b`
     functions  "MODULE:NAME" or "MODULE:NAME=gated_delta_rule" of functions that are no modules
     save_tensors  False: statistics alone
+    skip       passes at the beginning that are not even counted, such as an engine's warm-up
 
     The bundle is complete after every pass. An exception inside is passed on; what was recorded until then is written
     with `content.run.state` "failed", the exception and the last tap point before it. With several processes
     (torch.distributed) each writes DIR/rank-NN.
     """
-    tape = Tape(out, taps, layers, steps, cap_bytes, map, raw, functions, save_tensors)
+    tape = Tape(out, taps, layers, steps, cap_bytes, map, raw, functions, save_tensors, skip)
     try:
         if model is None:
             tape.watch_functions()
@@ -1332,11 +1338,19 @@ def _probe_torch(found, machine):
 def _probe_device(found, machine, torch, wanted):
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     machine["devices"] = []
+    if wanted not in (None, "cpu"):
+        # Vendors have device types of their own; only a try says whether torch knows one.
+        try:
+            torch.ones(1, device=wanted).cpu()
+        except Exception as error:  # noqa: BLE001  vendors raise their own types; the whole text is printed
+            found.add(f"device {wanted}", FAIL, _short(error) + "; the steps below run on the CPU",
+                      "look at nvidia-smi or the vendor's own, and at CUDA_VISIBLE_DEVICES", _full_error(error))
+            wanted = "cpu"
+        else:
+            found.add(f"device {wanted}", PASS, "holds a tensor")
     if not count:
-        text = "no CUDA device, as torch sees it; steps run on the CPU"
-        found.add("devices", FAIL if wanted not in (None, "cpu") else ABSENT, text,
-                  "look at nvidia-smi or the vendor's own, and at CUDA_VISIBLE_DEVICES")  # fmt: skip
-        return "cpu"
+        found.add("devices", ABSENT, "no CUDA device, as torch sees it")
+        return wanted or "cpu"
     for number in range(count):
         try:
             about = torch.cuda.get_device_properties(number)
@@ -1588,6 +1602,8 @@ def _parser():
     sub.add_argument("--taps", metavar="PATTERN", action="append", help="such as '*.gdn.*'; repeat it (all)")
     sub.add_argument("--layers", metavar="N,N-N", type=_numbers, help="layers alone, such as 0,2,5-8 (all)")
     sub.add_argument("--steps", metavar="FIRST:END", type=_range, help="passes to record, from 0 (all)")
+    sub.add_argument("--skip", metavar="N", type=int, default=0,
+                     help="passes at the beginning that are not counted, such as an engine's warm-up (0)")  # fmt: skip
     sub.add_argument("--cap", metavar="BYTES", type=_bytes, default=CAP_BYTES, help="most bytes of tensors (1G)")
     sub.add_argument("--map", metavar="FILE", help="JSON, tap points to the names of modules")
     sub.add_argument("--raw", action="store_true", help="every module by its own name; map them at home")
@@ -1668,7 +1684,7 @@ def _run_record(options):
     _torch()
     tape = Tape(
         options.out, options.taps or ("*",), options.layers, options.steps, options.cap, options.map, options.raw,
-        options.function, not options.no_tensors,
+        options.function, not options.no_tensors, options.skip,
     )  # fmt: skip
     before, code, problem = (sys.argv, list(sys.path)), 0, None
     sys.argv = [options.script, *options.arguments]
