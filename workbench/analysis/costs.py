@@ -198,9 +198,13 @@ def total_seconds(costs: Iterable[OpCost], card: Card) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What it costs that an op computes in another dtype: `seconds` instead of `before`; None where it is unknown."""
+    """What it costs that an op computes in another dtype: `seconds` instead of `before`; None where it is unknown.
+
+    `cost` is what it was, `moved` what it is in the other dtype.
+    """
 
     cost: OpCost
+    moved: OpCost
     seconds: float | None
     before: float | None
     how: str
@@ -216,16 +220,15 @@ def price_of(cost: OpCost, card: Card, dtype: str, rule: Rule | None = None) -> 
     `rule` may have a measured factor of its own. Weights and activations are as wide as the dtype they are computed in;
     state, keys and values stay as they are.
     """
-    base = replace(cost, dtype=card.model_dtype)
-    before, why = base.seconds(card)
-    if rule is not None and rule.price is not None:
-        return Price(cost, None if before is None else before * rule.price, before, rule.source)
+    before, why = replace(cost, dtype=card.model_dtype).seconds(card)
     ratio = WIDTH[dtype] / WIDTH[card.model_dtype]
     moved = replace(
         cost, dtype=dtype, weights=cost.weights * ratio,
         activations=cost.activations * (1.0 if cost.op == "gated_delta_rule" else ratio),
     )  # fmt: skip
+    if rule is not None and rule.price is not None:
+        return Price(cost, moved, None if before is None else before * rule.price, before, rule.source)
     seconds, bound = moved.seconds(card)
     if seconds is None or before is None:
-        return Price(cost, None, before, bound if seconds is None else why)
-    return Price(cost, seconds, before, f"roofline, bound by {bound}")
+        return Price(cost, moved, None, before, bound if seconds is None else why)
+    return Price(cost, moved, seconds, before, f"roofline, bound by {bound}")

@@ -17,11 +17,13 @@ from workbench import __version__
 from workbench.cli import (
     backends,
     compare,
+    conformance,
     convert,
     generate,
     inspect,
     probe,
     readiness,
+    rehearse,
     report,
     routing,
     score,
@@ -42,9 +44,11 @@ COMMANDS = (
     score,
     sweep,
     backends,
+    conformance,
     probe,
     inspect,
     readiness,
+    rehearse,
     convert,
 )
 

@@ -1,0 +1,522 @@
+"""What a checkpoint would do on a card that is not here: a prompt run under the card's limits, and what follows.
+
+    report = rehearse("data/miniature", "bi-v100", ids)
+    report.verdict, report.changes
+
+Three passes of one prompt are compared: under the limits of the card (`kernels.rehearsal`, in the dtype that the card
+runs models in), in float32, and as the checkpoint is stored. Around them: which backend served each op and why others
+did not, what became of every product, what float16 does to the checkpoint (`half_precision`), a plan of the card's
+memory and the least time of a pass by the card's figures.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.analysis.costs import OpCost, op_costs, price_of, total_seconds
+from workbench.analysis.half_precision import Readiness, fp16_readiness
+from workbench.analysis.memory_plan import UTILISATION, MemoryPlan, memory_plan, weights_in_files
+from workbench.analysis.verdict import Verdict, Where
+from workbench.analysis.wording import counted, duration_text, size_text
+from workbench.cards import Card, card_named
+from workbench.config import ModelConfig
+from workbench.errors import BackendError, InputError
+from workbench.kernels.agreement import logit_difference
+from workbench.kernels.dispatch import Attestation
+from workbench.kernels.rehearsal import ATTENTION, MATMUL, Seen
+from workbench.loading import load
+
+if TYPE_CHECKING:
+    from workbench.model import CausalLM
+    from workbench.numerics import NumericsPolicy
+
+#: What a verdict may name, besides the causes of `half_precision`.
+CANNOT_RUN, DOES_NOT_FIT, NOT_FINITE = "card_cannot_run", "does_not_fit", "not_finite_on_card"
+
+#: Tokens of one pass in the table of costs, and the context of a step of decoding there.
+PREFILL = 2048
+
+#: How a backend says that the card could run it and this machine cannot (`kernels.requirements`).
+CAN_RUN = " can run it"
+
+OP_COLUMNS = ("op", "tokens", "backend", "calls", "dtype", "on_card", "reason", "refused", "routed", "cast")
+PRODUCT_COLUMNS = (
+    "op", "primitive", "dtype", "outcome", "library", "to", "calls", "flops", "factor", "overflowed", "flushed",
+    "cast_overflowed", "cast_flushed", "why",
+)  # fmt: skip
+COST_COLUMNS = (
+    "phase", "part", "op", "dtype", "calls", "flops", "bytes", "seconds", "share", "bound", "in_model_dtype", "factor",
+    "how",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to do before this checkpoint runs on the card: why, and what it costs; `must` where it cannot wait."""
+
+    what: str
+    why: str
+    cost: str
+    must: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """The report.
+
+    verdict     whether the checkpoint runs on the card, and what is in the way
+    changes     what to do, in order
+    ops         OP_COLUMNS: what served each op in the rehearsal; `on_card` is what would come first there: a library by
+                the card's rules, a backend that this machine alone cannot run, else what served
+    products    PRODUCT_COLUMNS: what became of every product; `factor` is its time against the card's model dtype
+    costs       COST_COLUMNS: least time of a prompt of PREFILL tokens and of one token after them, on the card
+    seconds     phase -> (least time with the dtypes that ran, with the card's model dtype throughout), None: unknown
+    readiness   float16 readiness of the checkpoint, None where it was not asked for
+    plan        memory
+    accuracy    logits under the card and as stored against float32: largest difference of the largest logit; None where
+                there is no run
+    error       why there is no run
+    """
+
+    card: Card
+    checkpoint: str
+    config: ModelConfig
+    dtype: str
+    stored: str
+    tokens: int
+    verdict: Verdict
+    changes: tuple[Change, ...]
+    ops: pd.DataFrame
+    products: pd.DataFrame
+    costs: pd.DataFrame
+    seconds: dict[str, tuple[float | None, float | None]]
+    readiness: Readiness | None
+    plan: MemoryPlan
+    accuracy: dict[str, float | int | None] | None
+    error: str | None
+    elapsed: float
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values: the verdict's fields first."""
+        tables = {
+            name: getattr(self, name).astype(object).to_dict("records") for name in ("ops", "products", "costs")
+        }
+        ready = None
+        if self.readiness is not None:
+            ready = self.readiness.verdict.to_json() | {
+                "difference": self.readiness.difference, "limit": self.readiness.limit,
+                "remedy": None if self.readiness.remedy is None else self.readiness.remedy.name,
+                "remedies": self.readiness.remedies.astype(object).to_dict("records"),
+            }  # fmt: skip
+        return self.verdict.to_json() | {
+            "card": self.card.name, "title": self.card.title, "checkpoint": self.checkpoint, "dtype": self.dtype,
+            "stored": self.stored, "tokens": self.tokens, "error": self.error, "accuracy": self.accuracy,
+            "changes": [{"what": c.what, "why": c.why, "cost": c.cost, "must": c.must} for c in self.changes],
+            "memory": self.plan.to_json(), "seconds": {k: list(v) for k, v in self.seconds.items()},
+            "readiness": ready, "unknown": dict(self.card.unknown), **tables, "elapsed_s": self.elapsed,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Passes:
+    """What the run under the card's limits left; `error` where it ended."""
+
+    logits: Tensor | None = None
+    attestation: list[Attestation] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    narrowed: tuple[int, int] = (0, 0)
+    error: str | None = None
+
+
+def rehearse(
+    checkpoint: str | Path, card: Card | str | Path, ids: Sequence[int], *, dtype: str | None = None,
+    backend: str | None = None, policy: NumericsPolicy | str | None = None, router_dtype: str | None = None,
+    device: str = "cpu", expert_layout: str | None = None, strict: bool = True, length: int | None = None,
+    sequences: int = 1, prefill: int = PREFILL, utilisation: float = UTILISATION, with_readiness: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Rehearsal:  # fmt: skip
+    """Rehearse `card` with the prompt `ids` on this machine's `device`.
+
+    dtype, backend, policy, router_dtype, expert_layout, strict
+                    as `load` has them; `dtype` None is the card's
+    length, sequences
+                    what memory is planned for; length None is the model's longest
+    prefill         tokens of a pass in the plan and in the table of costs
+    with_readiness  whether float16 is tried with remedies, where the card runs models in float16
+    progress        is called with a line before each part
+
+    A backend, policy or dtype that the card cannot serve is no error but the verdict. Raises InputError,
+    CheckpointError and the like for what cannot be used on any machine.
+    """
+    started = time.monotonic()
+    say = progress or (lambda line: None)
+    card = card if isinstance(card, Card) else card_named(card)
+    if not ids:
+        raise InputError("prompt: expected at least one token, found none; give some text")
+    dtype = card.model_dtype if dtype is None else dtype
+    config, weights = weights_in_files(checkpoint, dtype, expert_layout=expert_layout)
+    plan = memory_plan(config, card, dtype=dtype, length=length, sequences=sequences, prompt=prefill,
+                       utilisation=utilisation, weights=weights)  # fmt: skip
+    common = {"router_dtype": router_dtype, "device": device, "expert_layout": expert_layout}
+    asked = {**common, "backend": backend, "policy": policy, "strict": strict}
+    input_ids = torch.tensor([list(ids)], device=device)
+
+    say(f"{card.title}: a prompt of {counted(len(ids), 'token')} and one token more in {dtype}, under its limits")
+    ran = _under_limits(checkpoint, card, dtype, input_ids, asked)
+    plain = None
+    if ran.error is not None and (backend is not None or policy is not None):
+        say("the same with backends and policy chosen automatically")
+        plain = _under_limits(checkpoint, card, dtype, input_ids, {**common, "strict": strict})
+    accuracy, stored, finite_wide = None, _stored(checkpoint), True
+    if ran.logits is not None:
+        say("the same prompt in float32 and as stored, without limits")
+        accuracy, finite_wide = _accuracy(checkpoint, input_ids, ran.logits, asked)
+    readiness = None
+    if with_readiness and card.model_dtype == "float16" and stored != "float16":
+        readiness = fp16_readiness(_as_stored(checkpoint, asked), input_ids, card=card, progress=say)
+
+    shown = ran if ran.error is None or plain is None or plain.error is not None else plain
+    products = _products(card, shown.seen)
+    costs, seconds = _costs(config, card, dtype, products, prefill)
+    verdict = _verdict(card, config, dtype, ran, plain, plan, readiness, accuracy, products, finite_wide)
+    changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, products, costs, seconds)
+    return Rehearsal(
+        card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=len(ids),
+        verdict=verdict, changes=changes, ops=_ops(card, shown.attestation), products=products, costs=costs,
+        seconds=seconds, readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
+        elapsed=time.monotonic() - started,
+    )  # fmt: skip
+
+
+# ---- runs
+
+
+@torch.inference_mode()
+def _under_limits(checkpoint: str | Path, card: Card, dtype: str, input_ids: Tensor, settings: dict) -> _Passes:
+    """The prompt and one token more; a backend's error ends it and is kept."""
+    model = load(checkpoint, dtype=dtype, card=card, **settings)
+    narrowed = tuple(sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
+    passes = _Passes(narrowed=narrowed)
+    try:
+        first = model(input_ids)
+        passes.logits = first.logits
+        if bool(first.logits[:, -1].isfinite().all()):
+            model(first.logits[:, -1:].argmax(-1), cache=first.cache)
+    except BackendError as error:
+        passes.error = str(error)
+    passes.attestation, passes.seen = model.kernels.attestation(), model.kernels.rehearsed
+    return passes
+
+
+def _as_stored(checkpoint: str | Path, settings: dict) -> CausalLM:
+    """The checkpoint as its files hold it, on this machine, the backends that the user named left to their ops."""
+    free = {name: settings[name] for name in ("router_dtype", "device", "expert_layout", "policy")}
+    return load(checkpoint, **free)
+
+
+def _stored(checkpoint: str | Path) -> str:
+    """The dtype that most bytes of the files are in."""
+    from workbench.checkpoint.read import FLOAT_DTYPES, plan_from_headers
+
+    held: dict[str, int] = {}
+    for sources in plan_from_headers(checkpoint).sources.values():
+        for tensor in sources:
+            held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.n_bytes
+    return str(FLOAT_DTYPES[max(held, key=held.__getitem__)]).removeprefix("torch.")
+
+
+@torch.inference_mode()
+def _accuracy(
+    checkpoint: str | Path, input_ids: Tensor, logits: Tensor, settings: dict
+) -> tuple[dict[str, float | int | None], bool]:
+    """(what the card's arithmetic does to the logits beside float32's, whether float32 is finite)."""
+    free = {name: settings[name] for name in ("router_dtype", "device", "expert_layout", "policy")}
+    wide = load(checkpoint, dtype="float32", **free)(input_ids, use_cache=False).logits
+    positions = input_ids.shape[1]
+    if not bool(wide.isfinite().all()):
+        return {"card": None, "as_stored": None, "same_token": None, "positions": positions}, False
+    stored = _as_stored(checkpoint, settings)(input_ids, use_cache=False).logits
+    same = int((logits.argmax(-1) == wide.argmax(-1)).sum()) if bool(logits.isfinite().all()) else None
+    return {
+        "card": logit_difference(logits, wide), "as_stored": logit_difference(stored, wide), "same_token": same,
+        "same_token_as_stored": int((stored.argmax(-1) == wide.argmax(-1)).sum()), "positions": positions,
+    }, True  # fmt: skip
+
+
+# ---- tables
+
+
+def _ops(card: Card, rows: Sequence[Attestation]) -> pd.DataFrame:
+    """What served, and what would come before it on the card if this machine could run it."""
+    found = []
+    for row in rows:
+        ahead = [name for name, reason in row.refused if reason.startswith(card.title + CAN_RUN)]
+        rule = card.rule(row.op, row.dtype)
+        if rule is not None and not row.routed:
+            ahead.insert(0, rule.to if rule.outcome == "route" else rule.library)
+        found.append((
+            row.op, row.tokens, row.backend, row.calls, row.dtype, ahead[0] if ahead else row.backend, row.reason,
+            "; ".join(f"{name}: {reason}" for name, reason in row.refused), row.routed, row.cast,
+        ))  # fmt: skip
+    return pd.DataFrame(found, columns=list(OP_COLUMNS))
+
+
+def _products(card: Card, seen: Sequence[Seen]) -> pd.DataFrame:
+    rows = []
+    for row in seen:
+        factor, _ = card.slowdown(row.to if row.outcome == "cast" else row.dtype, row.rule)
+        # Attention in one operator has another name on each device.
+        primitive = "attention" if row.primitive in ATTENTION else row.primitive.partition("::")[2]
+        rows.append((
+            row.op, primitive, row.dtype, row.outcome, row.library, row.to or "", row.calls,
+            row.flops, math.nan if factor is None else factor, row.overflowed, row.flushed, row.cast_overflowed,
+            row.cast_flushed, "" if row.rule is None else row.rule.why,
+        ))  # fmt: skip
+    return pd.DataFrame(rows, columns=list(PRODUCT_COLUMNS))
+
+
+def _dtypes_of(products: pd.DataFrame) -> dict[str, str]:
+    """Op -> the dtype that most of its flops were computed in."""
+    computed = products.assign(dtype=[
+        row.to if row.outcome == "cast" else row.dtype for row in products.itertuples()
+    ])  # fmt: skip
+    sums = computed.groupby(["op", "dtype"])["flops"].sum()
+    return {op: part.droplevel(0).idxmax() for op, part in sums.groupby(level=0)}
+
+
+def _costs(
+    config: ModelConfig, card: Card, dtype: str, products: pd.DataFrame, prefill: int
+) -> tuple[pd.DataFrame, dict[str, tuple[float | None, float | None]]]:
+    """(COST_COLUMNS, phase -> least seconds as it ran and in the card's model dtype throughout)."""
+    ran_in = _dtypes_of(products) if len(products) else {}
+    rows: list[tuple] = []
+    totals: dict[str, tuple[float | None, float | None]] = {}
+    for phase, settings in (
+        (f"prompt of {prefill:,} tokens", {"tokens": prefill}),
+        (f"one token after {prefill:,}", {"tokens": 1, "context": prefill}),
+    ):
+        base = op_costs(config, dtype=dtype, delta_dtype=dtype, **settings)
+        ran = [_as_run(cost, card, ran_in.get(cost.op, cost.dtype), dtype) for cost in base]
+        totals[phase] = total_seconds([cost for cost, *_ in ran], card), total_seconds(base, card)
+        whole = totals[phase][0]
+        for cost, before, factor, how in ran:
+            seconds, bound = cost.seconds(card)
+            share = math.nan if seconds is None or not whole else seconds / whole
+            rows.append((
+                phase, cost.part, cost.op, cost.dtype, cost.calls, cost.flops, cost.bytes,
+                math.nan if seconds is None else seconds, share, bound, math.nan if before is None else before,
+                math.nan if factor is None else factor, how,
+            ))  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COST_COLUMNS)), totals
+
+
+def _as_run(cost: OpCost, card: Card, dtype: str, asked: str) -> tuple[OpCost, float | None, float | None, str]:
+    """(the cost in the dtype that it ran in, seconds in the one asked for, times longer, how that is known)."""
+    before = cost.seconds(card)[0]
+    if dtype == asked:
+        return cost, before, None, ""
+    price = price_of(cost, card, dtype, card.rule(MATMUL, dtype))
+    factor = None if price.seconds is None or not before else price.seconds / before
+    return price.moved, before, factor, price.how
+
+
+# ---- words
+
+
+def _verdict(
+    card: Card, config: ModelConfig, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan,
+    readiness: Readiness | None, accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
+) -> Verdict:  # fmt: skip
+    evidence = [_memory_sentence(plan)]
+    evidence += _accuracy_sentences(card, dtype, accuracy)
+    routed = products[products["outcome"] == "route"]
+    if len(routed):
+        ops = ", ".join(dict.fromkeys(routed["op"]))
+        evidence.append(
+            f"rules of the card: {counted(int(routed['calls'].sum()), 'product')} of {ops} routed to another library, "
+            f"of {int(products['calls'].sum()):,} in this run"
+        )
+    if readiness is not None:
+        evidence.append(readiness.verdict.verdict)
+    if ran.error is not None:
+        return Verdict(
+            f"Does not run on {card.title} as asked: {ran.error}", Where(op=_op_in(ran.error)), CANNOT_RUN,
+            tuple(evidence),
+            fix=None if plain is None or plain.error is not None else
+            "leave --backend and --policy to the automatic choice: that run ends well under the same limits",
+        )  # fmt: skip
+    if ran.logits is not None and not bool(ran.logits.isfinite().all()):
+        if not finite_wide:
+            return Verdict(
+                "Not finite on the card, and not in float32 either: the card is not what is at fault", Where(),
+                NOT_FINITE, tuple(evidence), fix="find the cause in float32 first: workbench trace --dtype float32",
+            )  # fmt: skip
+        where = Where() if readiness is None else readiness.verdict.where
+        fix = None if readiness is None else readiness.verdict.fix
+        return Verdict(f"Runs on {card.title}, but its logits are not finite in {dtype}", where, NOT_FINITE,
+                       tuple(evidence), fix=fix)  # fmt: skip
+    if plan.fits is False:
+        what = (
+            f"its weights alone take {size_text(plan.weights)}" if plan.free is not None and plan.free < 0
+            else f"{counted(plan.sequences, 'sequence')} of {plan.length:,} tokens need {size_text(plan.needed)}"
+        )  # fmt: skip
+        return Verdict(
+            f"Does not fit {card.title}: {what} in {dtype}, {size_text(plan.usable)} of the card can be used", Where(),
+            DOES_NOT_FIT, tuple(evidence), fix=_memory_change(plan).what,
+        )  # fmt: skip
+    if readiness is not None and readiness.verdict.is_fault:
+        inner = readiness.verdict
+        return replace(inner, verdict=f"Runs on {card.title}, but float16 does not serve: {inner.verdict}",
+                       evidence=(*evidence[:-1], *inner.evidence))  # fmt: skip
+    unknown = "" if plan.fits is not None else "; whether it fits is not known"
+    return Verdict(f"Runs on {card.title} in {dtype}: every op is served within the limits of its profile{unknown}",
+                   evidence=tuple(evidence), confidence="likely")  # fmt: skip
+
+
+def _op_in(error: str) -> str | None:
+    """The op of an error that begins with it."""
+    return error.removeprefix("op ").partition(":")[0] if error.startswith("op ") else None
+
+
+def _memory_sentence(plan: MemoryPlan) -> str:
+    if plan.usable is None:
+        return f"memory: weights {size_text(plan.weights)} in {plan.dtype}; that of the card is unknown"
+    rest = (
+        f"{size_text(-plan.free)} too much before the first token" if plan.free < 0
+        else f"room for {plan.most_sequences:,} sequences of {plan.length:,} tokens, or one of {plan.longest:,}"
+    )  # fmt: skip
+    return (
+        f"memory: weights {size_text(plan.weights)} and a pass of {plan.prompt:,} tokens {size_text(plan.working)} of "
+        f"{size_text(plan.usable)} ({plan.utilisation:.0%} of the card): {rest}"
+    )
+
+
+def _accuracy_sentences(card: Card, dtype: str, accuracy: dict | None) -> list[str]:
+    if accuracy is None:
+        return []
+    if accuracy["card"] is None:
+        return ["logits: float32 is not finite on this prompt"]
+    if not math.isfinite(accuracy["card"]):
+        return [f"logits: not finite under the card's limits in {dtype}"]
+    return [
+        f"logits: off by {accuracy['card']:.2g} of the largest from float32's under the card's limits in {dtype} "
+        f"({accuracy['as_stored']:.2g} as stored); the likeliest token is the same at {accuracy['same_token']} of "
+        f"{accuracy['positions']} positions ({accuracy['same_token_as_stored']} as stored)"
+    ]
+
+
+def _memory_change(plan: MemoryPlan) -> Change:
+    """What makes it fit."""
+    if plan.free < 0:
+        cards = math.ceil((plan.weights + plan.working) / plan.usable)
+        bits = 16 * (plan.usable - plan.working) / plan.weights
+        return Change(
+            f"split the weights over at least {cards} cards, or hold them in {max(0, math.floor(bits * 10) / 10)} bits "
+            "a weight or less",
+            f"weights and a pass need {size_text(plan.weights + plan.working)}, {size_text(plan.usable)} can be used",
+            "not counted here: this workbench neither splits nor quantises", must=True,
+        )  # fmt: skip
+    if plan.longest >= plan.length and plan.most_sequences:
+        what = f"at most {plan.most_sequences:,} sequences of {plan.length:,} tokens"
+    else:
+        what = f"a context of at most {plan.longest:,} tokens for one sequence"
+    return Change(f"plan for {what}", f"what was asked for needs {size_text(plan.needed)} of {size_text(plan.usable)}",
+                  "requests wait, or are cut", must=True)  # fmt: skip
+
+
+def _changes(
+    card: Card, dtype: str, stored: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan,
+    readiness: Readiness | None, accuracy: dict | None, products: pd.DataFrame, costs: pd.DataFrame, seconds: dict,
+) -> tuple[Change, ...]:  # fmt: skip
+    changes: list[Change] = []
+    if ran.error is not None and plain is not None and plain.error is None:
+        changes.append(Change("leave --backend and --policy to the automatic choice", ran.error,
+                              "none: proven by a run under the same limits", must=True))  # fmt: skip
+    if plan.fits is False:
+        changes.append(_memory_change(plan))
+    if dtype != stored:
+        over, flushed = ran.narrowed
+        lost = f"{over:,} weights overflow and {flushed:,} become zero on load"
+        off = "" if accuracy is None or not accuracy["card"] or not math.isfinite(accuracy["card"]) else (
+            f"; logits off by {accuracy['card']:.2g} of the largest ({accuracy['as_stored']:.2g} as stored)"
+        )  # fmt: skip
+        why = f"the card runs models in {card.model_dtype}; the files hold {stored}"
+        if stored not in card.native_matmul:
+            why += ", whose products its profile does not have"
+        is_needed = stored not in card.native_matmul
+        changes.append(Change(f"load it in {dtype} (--dtype {dtype})", why, lost + off, must=is_needed))
+    if readiness is not None and readiness.verdict.is_fault:
+        changes.append(_remedy(readiness))
+    changes += _route_changes(card, products, costs)
+    if card.absent_primitives:
+        libraries = dict.fromkeys(p.library for p in card.absent_primitives.values())
+        first = next(iter(card.absent_primitives.values()))
+        called = "" if ran.error is not None else "; the rehearsal called none of them"
+        changes.append(Change(
+            f"do without {', '.join(libraries)}; in the place of {first.name.removeprefix('aten::')}: {first.instead}",
+            f"{counted(len(card.absent_primitives), 'operator')} of torch raise there{called}",
+            "nothing for the automatic choice, which needs none of them",
+        ))  # fmt: skip
+    if card.absent_modules:
+        changes.append(Change(
+            f"look for {', '.join(card.absent_modules)} in the image at hand (`workbench probe`)",
+            "; ".join(dict.fromkeys(card.absent_modules.values())),
+            "unknown: without them the ops run on torch's kernels, as they did here",
+        ))  # fmt: skip
+    return tuple(changes)
+
+
+def _remedy(readiness: Readiness) -> Change:
+    tried = readiness.remedies
+    serves = tried[tried["serves"].astype(bool)]
+    if readiness.remedy is None or serves.empty:
+        return Change("no remedy for float16 was proven: run it in float32 on another card",
+                      readiness.verdict.verdict, "unknown", must=True)  # fmt: skip
+    row = serves.iloc[0]
+    cost = (
+        f"{row['changes']}; {size_text(row['extra_bytes'])} more, {int(row['wide_flops']):,} flops a token in float32; "
+        f"proven by a rerun, logits off by {row['same_experts']:.2g} of the largest"
+    )
+    return Change(readiness.verdict.fix or row["remedy"], readiness.verdict.verdict, cost, must=True)
+
+
+def _route_changes(card: Card, products: pd.DataFrame, costs: pd.DataFrame) -> list[Change]:
+    """What products that were routed or cast cost, op by op."""
+    changes = []
+    moved = products[products["outcome"] != "run"]
+    for (op, dtype, outcome, to), part in moved.groupby(["op", "dtype", "outcome", "to"], sort=False):
+        rule = card.rule(MATMUL, dtype)
+        prices = []
+        for phase, rows in costs[costs["op"] == op].groupby("phase", sort=False):
+            ran, before = (rows[name].sum(min_count=1) for name in ("seconds", "in_model_dtype"))
+            if ran == ran and before == before:
+                instead = (
+                    f"no longer than in {card.model_dtype}, memory bounds both" if ran <= before
+                    else f"{duration_text(before)} in {card.model_dtype}"
+                )  # fmt: skip
+                share = rows["share"].sum()
+                prices.append(f"{phase}: at least {duration_text(ran)}, {share:.0%} of the pass ({instead})")
+        factor = part["factor"].dropna()
+        rate = f"{factor.iloc[0]:.3g} times the time by the peak rates" if len(factor) else "its rate is unknown"
+        calls = int(part["calls"].sum())
+        if outcome == "route":
+            what = f"send the {dtype} products of {op} ({calls:,} in this run) to {to} and not to {rule.library}"
+            if op == "gated_delta_rule":
+                what += "; its state, gates and their sums stay in float32"
+        else:
+            over, flushed = (int(part[name].sum()) for name in ("cast_overflowed", "cast_flushed"))
+            what = (
+                f"cast the {dtype} operands of {op} to {to} before its products ({calls:,} in this run): {over:,} "
+                f"values overflowed, {flushed:,} became zero"
+            )
+        changes.append(Change(what, rule.why, "; ".join([rate, *prices])))
+    return changes
