@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from workbench.analysis.half_precision import (
     Watch,
     build,
     fp16_readiness,
+    readiness,
     watched,
 )
 from workbench.analysis.half_precision.islands import HEAD_PART
@@ -349,7 +351,37 @@ def test_a_model_loaded_in_float16_is_refused(dense):
         fp16_readiness(dense.half(), ids_of(dense))
 
 
+def test_an_overflow_that_saturates_is_told_and_no_fault(dense):
+    """beta = sigmoid of an infinite number is 1, as it is of 90000."""
+    ids = ids_of(dense)
+    x = value_at(dense, ids, taps.full_name(0, taps.INPUT_NORM))[9]
+    add_row(dense.layers[0].linear_attn.in_proj_b.weight, 2, x, 90000.0)
+    report = fp16_readiness(dense, ids)
+    assert not report.verdict.is_fault
+    told = [line for line in report.verdict.evidence if "the logits do not feel it" in line]
+    assert len(told) == 1
+    assert told[0].startswith("layers.00.linear_attn.in_proj_b.output (op in_proj_b, token 9, unit 2)")
+
+
 # ---- parts
+
+
+def test_an_island_grows_by_what_its_rerun_shows(dense, monkeypatch):
+    """Two MLPs overflow; of one that the float32 run did not foretell the rerun tells."""
+    ids = ids_of(dense)
+    for layer in (1, 2):
+        x = value_at(dense, ids, taps.full_name(layer, taps.POST_NORM))[8]
+        add_row(dense.layers[layer].mlp.gate_proj.weight, 3, x, 80000.0)
+        with torch.no_grad():
+            dense.layers[layer].mlp.up_proj.weight[3] *= 1e-2
+    whole = readiness.Faults.of
+    monkeypatch.setattr(
+        readiness.Faults, "of", lambda *arguments: replace(found := whole(*arguments), names=found.names[:1])
+    )
+    report = fp16_readiness(dense, ids)
+    assert list(report.remedies["remedy"]) == ["none", "float32 island", "float32 island"]
+    assert list(report.remedies["serves"]) == [False, False, True]
+    assert report.remedy.islands.parts == (Part(1, "mlp"), Part(2, "mlp"))
 
 
 def test_scaled_units_leave_the_model_the_same_to_the_last_bit(dense):

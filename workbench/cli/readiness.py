@@ -72,13 +72,9 @@ def run(options: argparse.Namespace) -> int:
     written = None if options.write is None else _write(report, model, input_ids, options)
     if options.json is not None:
         content = {
-            **report.verdict.to_json(), "checkpoint": str(options.checkpoint), "tokens": report.tokens,
+            **report.to_json(), "checkpoint": str(options.checkpoint),
             "dtype": str(model.dtype).removeprefix("torch."), "card": None if card is None else card.name,
-            "policy": model.kernels.policy.to_json(),
-            "difference": report.difference, "rounding": report.rounding, "limit": report.limit,
-            "remedy": None if report.remedy is None else report.remedy.name, "written": written,
-            **{name: getattr(report, name).astype(object).to_dict("records")
-               for name in ("remedies", "weights", "activations", "gates")},
+            "policy": model.kernels.policy.to_json(), "written": written,
         }  # fmt: skip
         write_json(content, options.json)
     if options.json != "-":

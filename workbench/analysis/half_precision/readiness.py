@@ -161,6 +161,15 @@ class Readiness:
     tokens: int
     logits: Tensor
 
+    def to_json(self) -> dict[str, object]:
+        """The verdict's fields, the numbers, and the tables as lists of rows."""
+        return {
+            **self.verdict.to_json(), "tokens": self.tokens, "difference": self.difference, "rounding": self.rounding,
+            "limit": self.limit, "remedy": None if self.remedy is None else self.remedy.name,
+            **{name: getattr(self, name).astype(object).to_dict("records")
+               for name in ("remedies", "weights", "activations", "gates")},
+        }  # fmt: skip
+
     def remedied(self, tensors: Mapping[str, Tensor]) -> Scaled:
         """Config and all weights with the remedy applied, float16 as the loader casts them, for `write_checkpoint`.
 

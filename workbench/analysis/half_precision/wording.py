@@ -135,6 +135,9 @@ def verdict_of(
             f"nearest to {LARGEST['float16']:.0f}: {closest['name']} ({place_of(closest)}) with "
             f"{closest['absmax']:.4g}, {share:.3g} %"
         )
+        lost = activations[activations["fault"]]
+        if len(lost):  # what follows may saturate: a sigmoid, a gate that is closed
+            also.insert(0, f"{fault_sentence(lost.iloc[0])}, and the logits do not feel it on this prompt")
         return Verdict("Float16 serves on this prompt: finite, and as close to float32 as its rounding lets it be",
                        evidence=(*evidence, room, *also))  # fmt: skip
     faults, over = activations[activations["fault"]], weights[weights["overflows"] > 0]
