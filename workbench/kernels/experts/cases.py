@@ -46,6 +46,8 @@ def cases() -> Mapping[str, Arguments]:
     found["a weight of zero"] = {**with_experts(6, [6, 1]), "weights": torch.tensor([[1.0, 0.0]]).expand(6, 2)}
     for tokens in (1, 40):  # what torch's grouped product asks for in half precision
         found[f"{tokens} tokens, rows of whole 16 bytes"] = spec.example(tokens=tokens, width=16)
+    for tokens in (1, 40):
+        found[f"{tokens} tokens, experts of 128 x 64"] = spec.example(tokens=tokens, hidden=128, width=64)
     found["an empty tail"] = with_experts(33, [0, 2], experts=100)
     return found
 

@@ -31,7 +31,9 @@ SHAPES = {
     "values wider than keys": {"key_dim": 5, "value_dim": 33},
     "single channels": {"key_dim": 1, "value_dim": 1},
     "square heads": {"key_dim": 16, "value_dim": 16, "batch": 2, "log_decay": -0.05},  # no shape protects the state
+    "heads of 128": {"key_heads": 1, "key_dim": 128, "value_heads": 2, "value_dim": 128},  # those of the libraries
 }
+SERVED = {"key_heads": 1, "value_heads": 2, "key_dim": 128, "value_dim": 128}
 PACKED = {
     "unsorted": (37, 63, 1, 130, 64),
     "empty ones": (0, 5, 0, 0, 66, 0),
@@ -40,6 +42,9 @@ PACKED = {
     "one": (97,),
     "falling": (129, 65, 64, 2),
 }
+
+
+WITHIN_A_CHUNK = "in a chunk a factor of 0 above the diagonal times NaN is NaN, so earlier tokens may show it too"
 
 
 def random_state(sequences: int, inputs: Mapping[str, Tensor], seed: int = 5) -> Tensor:
@@ -71,8 +76,17 @@ def cases() -> Mapping[str, Arguments]:
         inputs = spec.example(tokens=sum(lengths), seed=11) | {"cu_seqlens": bounds_of(*lengths)}
         for start, arguments in _from(inputs, len(lengths)).items():
             found[f"packed, {name}, {start}"] = arguments
+    wide = spec.example(tokens=71, key_heads=1, key_dim=128, value_heads=2, value_dim=128, seed=13)
+    wide |= {"cu_seqlens": bounds_of(64, 0, 7)}
+    found["packed, heads of 128, from a state"] = {**wide, "initial_state": random_state(3, wide)}
     one = spec.example(batch=3, tokens=1, seed=12)
     found["one token of three sequences, from a state"] = {**one, "initial_state": random_state(3, one)}
+    # Heads as wide as those of models that are served: some kernels are written for them alone.
+    for name, tokens, lengths in (("65 tokens", 65, None), ("one token", 1, None), ("packed", 104, (37, 66, 1))):
+        inputs = spec.example(tokens=tokens, log_decay=None if tokens == 1 else -0.1, seed=13, **SERVED)
+        inputs |= {} if lengths is None else {"cu_seqlens": bounds_of(*lengths)}
+        state = random_state(1 if lengths is None else len(lengths), inputs)
+        found[f"heads of 128, {name}, from a state"] = {**inputs, "initial_state": state}
     # 80 matrices over two sequences: what is done for all chunks at once must be done in groups.
     many = spec.example(tokens=10 * 64 - 3, batch=2, seed=7)
     found["637 tokens of two sequences, from a state"] = {**many, "initial_state": random_state(2, many)}
@@ -85,8 +99,6 @@ def probes() -> Mapping[str, NanProbe]:
     sequence, and whatever the chunk nothing further."""
     lengths = (37, 66, 1)
     bounds = bounds_of(*lengths).tolist()
-    base = spec.example(tokens=sum(lengths), log_decay=-0.1, seed=16)
-    base |= {"cu_seqlens": bounds_of(*lengths), "initial_state": random_state(3, base)}
 
     def may(output: str, must: Tensor) -> Tensor:
         if output == "state":  # [S, V, K, W]
@@ -97,16 +109,22 @@ def probes() -> Mapping[str, NanProbe]:
         return found
 
     probes = {}
-    for name, index in (
-        ("v", (0, 70, 2, 5)), ("k", (0, 70, 1, 3)), ("q", (0, 70, 0, 3)), ("log_decay", (0, 70, 1)),
-        ("beta", (0, 70, 3)), ("initial_state", (1, 2, 3, 4)), ("v", (0, 103, 0, 0)),
+    for label, sizes, places in (
+        ("", {}, (
+            ("v", (0, 70, 2, 5)), ("k", (0, 70, 1, 3)), ("q", (0, 70, 0, 3)), ("log_decay", (0, 70, 1)),
+            ("beta", (0, 70, 3)), ("initial_state", (1, 2, 3, 4)), ("v", (0, 103, 0, 0)),
+        )),
+        ("heads of 128, ", SERVED, (("v", (0, 70, 1, 5)), ("initial_state", (1, 0, 3, 4)))),
     ):  # fmt: skip
-        changed = base[name].clone()
-        changed[index] = math.nan
-        probes[f"{name} at {list(index)}"] = NanProbe(
-            arguments={**base, name: changed}, may=may,
-            reason="in a chunk a factor of 0 above the diagonal times NaN is NaN, so earlier tokens may show it too",
-        )  # fmt: skip
+        base = spec.example(tokens=sum(lengths), log_decay=-0.1, seed=16, **sizes)
+        base |= {"cu_seqlens": bounds_of(*lengths), "initial_state": random_state(3, base)}
+        for name, index in places:
+            changed = base[name].clone()
+            changed[index] = math.nan
+            probes[f"{label}{name} at {list(index)}"] = NanProbe(
+                arguments={**base, name: changed}, may=may,
+                reason=WITHIN_A_CHUNK,
+            )  # fmt: skip
     return probes
 
 

@@ -26,6 +26,7 @@ def cases() -> Mapping[str, Arguments]:
         "31 rows": {"x": normal(1, 31, 20), "weight": normal(2, 3, 20)},
         "33 rows": {"x": normal(1, 1, 33, 20), "weight": normal(2, 41, 20)},
         "two batches": {"x": normal(1, 2, 65, 64), "weight": normal(2, 96, 64)},
+        "40 rows of 256": {"x": normal(1, 40, 256), "weight": normal(2, 64, 256)},
         "one output": {"x": normal(1, 2, 40, 17), "weight": normal(2, 1, 17)},
         "one input": {"x": normal(1, 40, 1), "weight": normal(2, 6, 1)},
         "strided": {"x": normal(1, 20, 3, 40).transpose(0, 2), "weight": normal(2, 20, 9).T},

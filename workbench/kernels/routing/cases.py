@@ -32,6 +32,7 @@ TIES = (
 SIZES = (
     (1, 8, 2, True), (1, 8, 8, True), (7, 16, 1, True), (255, 16, 4, True), (256, 16, 4, False), (300, 64, 8, True),
     (31, 128, 8, False), (3, 1, 1, True), (5, 3, 3, False), (300, 16, 16, False),
+    (1, 256, 8, True), (40, 256, 8, True),
 )  # fmt: skip
 
 
