@@ -35,7 +35,7 @@ def test_an_op_named_by_itself_goes_before_a_bare_name_in_any_order():
         ("gated_delta_rule=", "found 'gated_delta_rule='"),
         ("=torch_chunk", "found '=torch_chunk'"),
         ("torch_chunk:", "found 'torch_chunk:'"),
-        ("nothing", "no op has a backend of that name, expected one of reference"),
+        ("nothing", "no op has a backend of that name, expected one of causal_conv1d"),
         ("norm=reference", "unknown op 'norm', expected one of alignment, attention"),
         ("experts=torch_chunk", "op experts: unknown backend 'torch_chunk', expected one of reference"),
         ("reference,torch_chunk", "op gated_delta_rule is named twice"),

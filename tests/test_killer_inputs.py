@@ -122,7 +122,7 @@ def test_experts_are_right_on_extremes_and_a_scale_of_zero_is_not(name, seed):
     expected = experts(**wide, backend="experts=reference")
     for backend in OPERATIONS["experts"].backends:
         call = Call("experts", "cpu", torch.float32, 40, False, False, NumericsPolicy(), inputs["gate_up"].shape)
-        if OPERATIONS["experts"].backends[backend].supports(call) is None:
+        if OPERATIONS["experts"].backends[backend].refusal(call) is None:
             assert relative_error(experts(**inputs, backend=f"experts={backend}"), expected) < 1e-6, backend
     # Eight bits cost a few percent; a scale of zero costs every token that asks for a dead expert.
     assert block_scaled_experts(**inputs).isnan().all()

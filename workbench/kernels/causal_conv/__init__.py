@@ -1,10 +1,16 @@
 """Causal depthwise convolution with SiLU: see `spec` for the contract."""
 
-from workbench.kernels.causal_conv import reference, spec, torch_depthwise, torch_shift
+from workbench.kernels.causal_conv import causal_conv1d, reference, spec, torch_depthwise, torch_shift, vllm
 from workbench.kernels.registry import register_operation
 
 register_operation(
     spec.OP,
-    {"reference": reference, "torch_depthwise": torch_depthwise, "torch_shift": torch_shift},
+    {
+        "reference": reference,
+        "causal_conv1d": causal_conv1d,
+        "torch_depthwise": torch_depthwise,
+        "torch_shift": torch_shift,
+        "vllm": vllm,
+    },
     spec.automatic_order,
 )

@@ -1,6 +1,8 @@
 """Routed experts: see `spec` for the contract."""
 
 from workbench.kernels.experts import (
+    corex_moe,
+    ixformer,
     reference,
     spec,
     torch_batched,
@@ -12,6 +14,7 @@ from workbench.kernels.experts import (
     torch_pairs,
     torch_sized,
     torch_sorted,
+    vllm,
 )
 from workbench.kernels.registry import register_operation
 
@@ -19,6 +22,8 @@ register_operation(
     spec.OP,
     {
         "reference": reference,
+        "corex_moe": corex_moe,
+        "ixformer": ixformer,
         "torch_batched": torch_batched,
         "torch_dense": torch_dense,
         "torch_gathered": torch_gathered,
@@ -28,6 +33,7 @@ register_operation(
         "torch_pairs": torch_pairs,
         "torch_sized": torch_sized,
         "torch_sorted": torch_sorted,
+        "vllm": vllm,
     },
     spec.automatic_order,
 )

@@ -1,15 +1,31 @@
 """Gated delta rule: see `spec` for the contract, `reference` for the arbiter."""
 
-from workbench.kernels.gated_delta_rule import reference, spec, torch_chunk, torch_interleaved, torch_recurrent
+from workbench.kernels.gated_delta_rule import (
+    corex_gdn,
+    fla,
+    flash_qla,
+    flashinfer,
+    reference,
+    spec,
+    torch_chunk,
+    torch_interleaved,
+    torch_recurrent,
+    vllm,
+)
 from workbench.kernels.registry import register_operation
 
 register_operation(
     spec.OP,
     {
         "reference": reference,
+        "corex_gdn": corex_gdn,
+        "fla": fla,
+        "flash_qla": flash_qla,
+        "flashinfer": flashinfer,
         "torch_chunk": torch_chunk,
         "torch_interleaved": torch_interleaved,
         "torch_recurrent": torch_recurrent,
+        "vllm": vllm,
     },
     spec.automatic_order,
 )

@@ -1,10 +1,10 @@
 """Linear projection: see `spec` for the contract."""
 
-from workbench.kernels.linear import reference, spec, torch_linear, torch_onednn
+from workbench.kernels.linear import ixformer, reference, spec, torch_linear, torch_onednn
 from workbench.kernels.registry import register_operation
 
 register_operation(
     spec.OP,
-    {"reference": reference, "torch_linear": torch_linear, "torch_onednn": torch_onednn},
+    {"reference": reference, "ixformer": ixformer, "torch_linear": torch_linear, "torch_onednn": torch_onednn},
     spec.automatic_order,
 )

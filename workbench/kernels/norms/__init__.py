@@ -1,23 +1,49 @@
 """RMS norm and gated RMS norm: see `spec` for the contracts."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
 
-from workbench.kernels.norms import reference, spec, torch_rms
+from workbench.kernels.norms import fla, flashinfer, reference, spec, torch_rms, vllm
 from workbench.kernels.registry import register_operation
+from workbench.kernels.requirements import Requires
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    run: object
-    supports: object
+    """One of the two norms that a module has, as `register_operation` wants a backend."""
+
+    run: Callable
+    supports: Callable
+    REQUIRES: Requires = field(default_factory=Requires)
 
 
-for _op, _function in ((spec.RMS_NORM, "run_rms_norm"), (spec.GATED_RMS_NORM, "run_gated_rms_norm")):
-    register_operation(
-        _op,
-        {
-            "reference": _Entry(getattr(reference, _function), reference.supports),
-            "torch_rms": _Entry(getattr(torch_rms, _function), torch_rms.supports),
-        },
-        spec.automatic_order,
-    )
+def _rms_norm(module: ModuleType) -> _Entry:
+    return _Entry(module.run_rms_norm, module.supports, getattr(module, "REQUIRES", Requires()))
+
+
+def _gated_rms_norm(module: ModuleType) -> _Entry:
+    requires = getattr(module, "GATED_REQUIRES", getattr(module, "REQUIRES", Requires()))
+    return _Entry(module.run_gated_rms_norm, module.supports, requires)
+
+
+register_operation(
+    spec.RMS_NORM,
+    {
+        "reference": _rms_norm(reference),
+        "flashinfer": _rms_norm(flashinfer),
+        "torch_rms": _rms_norm(torch_rms),
+        "vllm": _rms_norm(vllm),
+    },
+    spec.automatic_order,
+)
+register_operation(
+    spec.GATED_RMS_NORM,
+    {
+        "reference": _gated_rms_norm(reference),
+        "fla": _gated_rms_norm(fla),
+        "torch_rms": _gated_rms_norm(torch_rms),
+        "vllm": _gated_rms_norm(vllm),
+    },
+    spec.automatic_order,
+)

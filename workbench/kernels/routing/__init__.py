@@ -1,10 +1,16 @@
 """Router: see `spec` for the contract."""
 
 from workbench.kernels.registry import register_operation
-from workbench.kernels.routing import reference, spec, torch_max, torch_sort
+from workbench.kernels.routing import ixformer, reference, spec, torch_max, torch_sort, vllm
 
 register_operation(
     spec.OP,
-    {"reference": reference, "torch_max": torch_max, "torch_sort": torch_sort},
+    {
+        "reference": reference,
+        "ixformer": ixformer,
+        "torch_max": torch_max,
+        "torch_sort": torch_sort,
+        "vllm": vllm,
+    },
     spec.automatic_order,
 )

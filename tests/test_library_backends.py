@@ -1,0 +1,323 @@
+"""Backends of libraries, held to their contracts over stand-ins that have the libraries' own signatures.
+
+No library is at hand here: `stand_ins.libraries` has their functions with the signatures as read from the named
+versions and bodies of ours. What is tested is everything on our side of the call; what the kernels themselves compute,
+`benchmarks/library_conformance.py` tests on a GPU.
+"""
+
+import importlib.metadata
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from stand_ins import libraries, modules
+
+from workbench.errors import BackendError, BackendFailure
+from workbench.kernels import Kernels, registry
+from workbench.kernels.agreement import relative_error
+from workbench.kernels.conformance import PASSED, conform
+from workbench.kernels.gated_delta_rule import spec as rule_spec
+from workbench.kernels.machine import Machine
+from workbench.kernels.registry import OPERATIONS, Call, Operation
+from workbench.kernels.requirements import forget_symbols, load_symbol
+from workbench.numerics import PRESETS, Clamp, NumericsPolicy
+
+LIBRARIES = ("causal_conv1d", "fla", "flash_attn", "flash_qla", "flashinfer", "vllm")
+BACKENDS = [(op, name) for op, operation in OPERATIONS.items() for name in LIBRARIES if name in operation.backends]
+RULES = [name for op, name in BACKENDS if op == rule_spec.OP]
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER = Machine("cuda", "an H200", (9, 0), 150 * 2**30)
+
+
+@pytest.fixture(autouse=True)
+def symbols_afresh(monkeypatch):
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")  # the stand-in of flash_qla is beside that of fla
+    forget_symbols()
+    yield
+    forget_symbols()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    modules.install(monkeypatch, libraries.SYMBOLS)
+
+
+@pytest.fixture
+def here(monkeypatch, installed):
+    """The registry with every library's backend runnable on a CPU."""
+    table = {
+        op: Operation(op, dict(operation.backends) | {
+            name: modules.runnable_here(op, name) for name in LIBRARIES if name in operation.backends
+        }, operation.automatic_order)
+        for op, operation in OPERATIONS.items()
+    }  # fmt: skip
+    monkeypatch.setattr(registry, "OPERATIONS", table)
+
+
+def test_every_library_serves_the_ops_that_it_is_there_for():
+    assert set(BACKENDS) == {
+        ("alignment", "vllm"), ("attention", "flash_attn"), ("attention", "flashinfer"),
+        ("causal_conv", "causal_conv1d"), ("causal_conv", "vllm"), ("experts", "vllm"), ("gated_delta_rule", "fla"),
+        ("gated_delta_rule", "flash_qla"), ("gated_delta_rule", "flashinfer"), ("gated_delta_rule", "vllm"),
+        ("rms_norm", "flashinfer"), ("rms_norm", "vllm"), ("gated_rms_norm", "fla"), ("gated_rms_norm", "vllm"),
+        ("routing", "vllm"),
+    }  # fmt: skip
+    asked = {symbol for op, name in BACKENDS for symbol in OPERATIONS[op].backends[name].requires.symbols}
+    assert asked == set(libraries.READ_FROM)
+
+
+@pytest.mark.parametrize(("op", "name"), BACKENDS)
+def test_adapter_keeps_the_contract(installed, op, name):
+    found = conform(op, modules.runnable_here(op, name))
+    assert found.outcome == PASSED, found.reason
+
+
+@pytest.mark.parametrize("symbol", libraries.READ_FROM)
+def test_stand_in_has_the_signature_of_the_library_that_is_installed(symbol):
+    """Where the library is here, in the version that was read."""
+    stand_in, origin, path = libraries.READ_FROM[symbol]
+    package, *version = origin.split()
+    try:
+        installed = importlib.metadata.version(package.rstrip(","))
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed here")
+    if version != [installed]:
+        pytest.skip(f"read from {package} {' '.join(version)}, installed is {installed}")
+    theirs = inspect.signature(load_symbol(symbol)).parameters
+    assert list(inspect.signature(stand_in).parameters) == list(theirs), path
+
+
+# ---- refusals before the call
+
+
+@pytest.mark.parametrize(("op", "name"), BACKENDS)
+def test_without_the_library_the_import_error_is_the_reason(op, name):
+    backend = OPERATIONS[op].backends[name]
+    dtype = BF16 if BF16 in (backend.requires.dtypes or (BF16,)) else backend.requires.dtypes[0]
+    policy = PRESETS[backend.policy] if backend.policy else NumericsPolicy()
+    call = Call(op, "cuda", dtype, 2, False, False, policy, (), HOPPER)
+    symbol = backend.requires.symbols[0]
+    try:
+        load_symbol(symbol)
+    except BackendError as error:
+        assert backend.refusal(call) == str(error)
+        assert symbol.partition(".")[0].partition(":")[0] in str(error)
+    else:
+        pytest.skip("the library is installed here")
+
+
+@pytest.mark.parametrize(("op", "name"), BACKENDS)
+def test_a_missing_function_is_named(monkeypatch, op, name):
+    """The package is there, in a version that has not got the function."""
+    backend = OPERATIONS[op].backends[name]
+    symbol = backend.requires.symbols[-1]
+    module, _, attribute = symbol.partition(":")
+    modules.install(monkeypatch, {s: len for s in backend.requires.symbols if s != symbol} | {f"{module}:other": len})
+    call = Call(op, "cuda", BF16, 2, False, False, PRESETS[backend.policy or "safe"], (), HOPPER)
+    assert backend.refusal(call) == f"{module} (version stand-in) has no {attribute}"
+
+
+@pytest.mark.parametrize(("op", "name"), BACKENDS)
+def test_an_unknown_signature_shows_both_and_is_no_call(monkeypatch, here, op, name):
+    called = []
+    strange = {symbol: lambda tensor_descriptor, plan: called.append(plan) for symbol in libraries.SYMBOLS}
+    modules.install(monkeypatch, strange)
+    with pytest.raises(BackendFailure) as caught:
+        one_call(op, name)
+    text = str(caught.value)
+    assert "found (tensor_descriptor, plan)" in text and "; needed (" in text and not called
+    assert "nothing is known to go to 'tensor_descriptor', 'plan'" in text and f"op {op}: backend {name}" in text
+
+
+@pytest.mark.parametrize(("op", "name"), BACKENDS)
+def test_what_the_library_raises_reaches_the_user(monkeypatch, here, op, name):
+    def lost(*arguments, **named):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def raising(symbol, function):
+        lost.__signature__ = None
+        wrapped = lambda *a, **k: lost()  # noqa: E731 - needs a signature of its own
+        wrapped.__signature__ = inspect.signature(function)
+        return wrapped
+
+    modules.install(monkeypatch, {symbol: raising(symbol, found) for symbol, found in libraries.SYMBOLS.items()})
+    with pytest.raises(BackendFailure, match="an illegal memory access was encountered") as caught:
+        one_call(op, name)
+    assert isinstance(caught.value.__cause__, RuntimeError) and "given " in str(caught.value)
+
+
+def one_call(op: str, name: str):
+    """A call of the op in a dtype and of sizes that every library takes, through `Kernels`."""
+    kernels = Kernels({op: name})
+    x = torch.ones(3, 64, dtype=BF16)
+    if op == "alignment":
+        return kernels.alignment(torch.tensor([[0, 1], [2, 0]]), 3, 1)
+    if op == "attention":
+        return kernels.attention(*(torch.ones(1, 2, 2, 64, dtype=BF16) for _ in range(3)), scale=0.1)
+    if op == "causal_conv":
+        return kernels.causal_conv(x[None], torch.ones(64, 4, dtype=BF16))
+    if op == "experts":
+        w = torch.ones(4, 64, 64, dtype=BF16)
+        chosen = torch.tensor([[0, 1]] * 3)
+        return kernels.experts(x, torch.ones(3, 2, dtype=BF16), chosen, w, w[:, :, :32].contiguous())
+    if op == "routing":
+        return kernels.routing(x, top_k=2, normalise=True)
+    if op == "rms_norm":
+        return kernels.rms_norm(x[None], x[0], eps=1e-6)
+    if op == "gated_rms_norm":
+        return kernels.gated_rms_norm(x[None], x[None], x[0], eps=1e-6)
+    return kernels.gated_delta_rule(**rule_spec.example(tokens=3, key_dim=128, value_dim=128, dtype=BF16))
+
+
+# ---- the gated delta rule: policies, and calls of one token
+
+
+def call_of(name: str, policy: NumericsPolicy, tokens: int = 64, dtype: torch.dtype = BF16) -> str | None:
+    call = Call(rule_spec.OP, "cuda", dtype, tokens, False, False, policy, (4, 128, 128), HOPPER)
+    return OPERATIONS[rule_spec.OP].backends[name].supports(call)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_only_the_policy_that_the_library_computes_by_is_served(name):
+    backend = OPERATIONS[rule_spec.OP].backends[name]
+    theirs = PRESETS[backend.policy]
+    assert call_of(name, theirs) is None
+    for other, policy in PRESETS.items():
+        inside = [clamp.site for clamp in policy.clamps if clamp.site not in ("A_log", "raw_gate", "decode_gate")]
+        same = replace(policy, clamps=(), nan_to_num=False) == theirs and not inside
+        reason = call_of(name, policy)
+        assert (reason is None) == same, other
+        if reason is not None:
+            assert reason.startswith(f"computes by policy {backend.policy}") and "the policy" in reason, reason
+    assert "cumsum float32; the policy asks for float64" in call_of(name, NumericsPolicy())
+    wide = call_of(name, replace(theirs, state_dtype="float64"))
+    assert wide == f"computes by policy {backend.policy} with a state of float32; the policy asks for float64"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_naming_the_library_takes_its_policy_and_another_is_refused(here, name):
+    inputs = rule_spec.example(tokens=70, key_heads=1, value_heads=2, key_dim=128, value_dim=128, dtype=BF16)
+    kernels = Kernels({rule_spec.OP: name})
+    assert kernels.policy == PRESETS[OPERATIONS[rule_spec.OP].backends[name].policy]
+    out, state = kernels.gated_delta_rule(**inputs)
+    expected, last = Kernels({rule_spec.OP: "reference"}).gated_delta_rule(**inputs)
+    assert relative_error(out, expected) < 1e-2 and relative_error(state, last) < 1e-5
+    (row,) = kernels.attestation()
+    assert row.backend == name and row.calls == 1
+    with pytest.raises(BackendError, match=r"computes by policy .*the policy asks for float64"):
+        Kernels({rule_spec.OP: name}, "safe").gated_delta_rule(**inputs)
+
+
+@pytest.mark.parametrize("name", ["fla", "vllm"])
+def test_gates_are_clamped_before_the_call(here, name):
+    """The one clamp that lies outside the kernel, in prefill and decode, and what it does shows."""
+    policy = replace(PRESETS[name], clamps=(Clamp(site="raw_gate", lo=-0.5, hi=0.0),))
+    for tokens in (1, 70):
+        inputs = rule_spec.example(tokens=tokens, dtype=BF16)
+        clamped = inputs | {"log_decay": inputs["log_decay"].clamp(min=-0.5)}
+        first = torch.ones(1, 4, 16, 24)
+        out, state = Kernels({rule_spec.OP: name}, policy).gated_delta_rule(**inputs, initial_state=first)
+        plain, last = Kernels({rule_spec.OP: name}).gated_delta_rule(**clamped, initial_state=first)
+        assert torch.equal(out, plain) and torch.equal(state, last)
+        other = Kernels({rule_spec.OP: name}).gated_delta_rule(**inputs, initial_state=first)[1]
+        assert not torch.equal(state, other)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_state_that_came_in_is_not_written_over(here, name):
+    inputs = rule_spec.example(tokens=3, key_dim=128, value_dim=128, dtype=BF16)
+    first = torch.ones(1, 4, 128, 128)
+    kept = first.clone()
+    _, state = Kernels({rule_spec.OP: name}).gated_delta_rule(**inputs, initial_state=first)
+    assert torch.equal(first, kept) and state.dtype == F32 and state.is_contiguous()
+    assert state.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+
+
+def test_decode_limits_are_said():
+    assert "no kernel for a decode step" in call_of("flash_qla", NumericsPolicy(), tokens=1)
+    assert "takes raw gates (A_log, a, dt_bias)" in call_of("flashinfer", NumericsPolicy(), tokens=1)
+    for name in ("fla", "vllm"):
+        assert call_of(name, NumericsPolicy(), tokens=1) is None  # one token has no chunk for the policy to be about
+    assert "TF32" in call_of("fla", PRESETS["fla"], dtype=F32) and call_of("fla", PRESETS["fla"], 1, F32) is None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_limits_of_the_machine_and_of_training_are_said(name):
+    backend = OPERATIONS[rule_spec.OP].backends[name]
+    call = Call(rule_spec.OP, "cuda", BF16, 64, False, True, PRESETS[backend.policy], (4, 128, 128), HOPPER)
+    assert "backward pass" in backend.supports(call)
+    call = replace(call, needs_grad=False, weight_shape=(4, 512, 512))
+    assert "found K 512, W 512" in backend.supports(call)
+    volta = Machine("cuda", "a V100", (7, 0), 2**34)
+    if backend.requires.capability:
+        assert backend.refusal(replace(call, machine=volta)) == "needs compute capability 9.0, found 7.0"
+    if name == "flash_qla":  # chunks of 32 there: another policy
+        newer = Machine("cuda", "an RTX", (12, 0), 2**34)
+        assert backend.refusal(replace(call, machine=newer)) == "works below compute capability 12.0, found 12.0"
+
+
+def test_fla_does_not_run_flash_qla_under_its_name(monkeypatch, installed):
+    """The library hands prefill to FlashQLA where that is installed: the attestation would name the wrong kernel."""
+    import importlib.machinery
+    import sys
+
+    sys.modules["flash_qla"].__spec__ = importlib.machinery.ModuleSpec("flash_qla", None)
+    monkeypatch.delenv("FLA_FLASH_QLA")
+    assert "hand this call to flash_qla" in call_of("fla", PRESETS["fla"])
+    assert call_of("fla", NumericsPolicy(), tokens=1) is None  # FlashQLA has no decode
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    assert call_of("fla", PRESETS["fla"]) is None
+
+
+def test_flashinfer_is_given_decays_and_not_their_logarithms(monkeypatch, here):
+    seen = {}
+
+    def spy(symbol):
+        inner = libraries.SYMBOLS[symbol]
+
+        def call(*arguments, **named):
+            seen.update(named)
+            return inner(*arguments, **named)
+
+        call.__signature__ = inspect.signature(inner)
+        return call
+
+    symbol = "flashinfer.gdn_prefill:chunk_gated_delta_rule"
+    modules.install(monkeypatch, {symbol: spy(symbol)})
+    inputs = rule_spec.example(tokens=5, key_dim=128, value_dim=128, dtype=BF16, log_decay=-2.0)
+    Kernels({rule_spec.OP: "flashinfer"}).gated_delta_rule(**inputs, initial_state=torch.zeros(1, 4, 128, 128))
+    assert torch.allclose(seen["g"], torch.full((5, 4), -2.0).exp()) and seen["gate_domain"] == "linear"
+    assert seen["scale"] == 1.0 and seen["beta"].dtype == F32 and seen["cu_seqlens"].tolist() == [0, 5]
+
+
+def test_routing_in_another_dtype_is_an_error(here):
+    with pytest.raises(BackendFailure, match=r"takes its softmax in float32, asked for torch.bfloat16"):
+        Kernels({"routing": "vllm"}, router_dtype=BF16).routing(torch.ones(2, 4), top_k=2, normalise=True)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_an_observer_sees_the_scores_and_may_change_them(here, name):
+    q, k, v = (torch.randn(2, 6, 2, 64, generator=torch.Generator().manual_seed(i)).to(BF16) for i in range(3))
+    kernels = Kernels({"attention": name})
+    plain = kernels.attention(q, k, v, scale=0.125)
+    seen = []
+
+    def watch(point, scores):
+        seen.append(scores.shape)
+        return scores
+
+    assert torch.equal(kernels.attention(q, k, v, scale=0.125, tap=watch), plain) and len(seen) == 2
+    even = kernels.attention(q, k, v, scale=0.125, tap=lambda point, scores: torch.zeros_like(scores))
+    means = v.float().cumsum(1) / torch.arange(1, 7)[:, None, None]
+    assert relative_error(even, means) < 1e-2
+
+
+def test_named_backends_run_and_the_automatic_order_has_none_of_them():
+    """None was measured against ours yet: they run where they are named."""
+    for op, operation in OPERATIONS.items():
+        for tokens in (1, 4096):
+            for device in ("cpu", "cuda"):
+                call = Call(op, device, BF16, tokens, False, False, NumericsPolicy(), (), HOPPER)
+                assert not set(operation.automatic_order(call)) & set(LIBRARIES)

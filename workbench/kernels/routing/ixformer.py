@@ -1,0 +1,51 @@
+"""The vendor's fused router of ixformer, `vllm_moe_topk_softmax`: float16 alone, and missing in some of its builds.
+
+    vllm_moe_topk_softmax(topk_weights, topk_ids, token_expert_indices, gating_output)
+
+topk_weights [tokens, A] fp32, topk_ids and token_expert_indices [tokens, A] int32, written by the kernel;
+gating_output [tokens, E]. The weights are probabilities: they are divided by their sum here. Names and order as the
+vendor's own vLLM 0.6.3 calls it; not seen on a card.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BackendError
+from workbench.kernels.registry import Call
+from workbench.kernels.requirements import Requires, load_symbol
+from workbench.kernels.signatures import Given, bind
+from workbench.kernels.vendor_errors import native_stderr
+
+ROUTER = "ixformer.functions:vllm_moe_topk_softmax"
+REQUIRES = Requires(devices=("cuda",), dtypes=(torch.float16,), symbols=(ROUTER,))
+
+_GIVEN = (
+    Given("topk_weights"), Given("topk_ids", ("topk_indices",)),
+    Given("token_expert_indices", ("token_expert_indicies",)), Given("gating_output"),
+)  # fmt: skip
+
+
+def supports(call: Call) -> str | None:
+    return "has no backward pass" if call.needs_grad else None
+
+
+def run(
+    logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `spec`. Raises BackendError for a softmax in another dtype than fp32."""
+    if dtype not in (None, torch.float32):
+        raise BackendError(f"{ROUTER} takes its softmax in float32, asked for {dtype}; leave the router dtype out")
+    tokens = logits.shape[0]
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    route = bind(ROUTER, load_symbol(ROUTER), _GIVEN)
+    with native_stderr(ROUTER):
+        route(
+            topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),
+            gating_output=logits.contiguous(),
+        )  # fmt: skip
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts.to(torch.int64)
