@@ -233,7 +233,7 @@ def test_gate_rows_cannot_be_scaled_and_get_an_island(dense):
 
 
 @pytest.mark.parametrize("fields", [mini_dense(), mini()], ids=["dense", "moe"])
-def test_a_stream_that_grows_past_the_limit_is_moved_by_a_power_of_two(fields):
+def test_a_stream_that_grows_past_the_limit_is_moved_by_a_power_of_two(fields, tmp_path):
     model = model_of(fields)
     ids = ids_of(model)
     grown_stream(model, ids, layer=2)
@@ -244,6 +244,12 @@ def test_a_stream_that_grows_past_the_limit_is_moved_by_a_power_of_two(fields):
     assert report.remedy.name == "stream scale, kept eps" and report.remedy.is_writable
     assert remedy(report, "stream in float32")["serves"]
     assert remedy(report, "stream in float32")["activation_bytes"] == 2 * 64
+
+    scaled = report.remedied(model.state_dict())
+    write_checkpoint(tmp_path / "fixed", scaled.config, scaled.tensors, dtype=None)
+    with torch.inference_mode():
+        logits = load(tmp_path / "fixed", dtype="float16")(ids).logits
+    assert logit_difference(logits, report.logits) <= report.limit
 
 
 def test_a_spike_beside_a_small_embedding_needs_the_eps_of_its_own_norms(dense):
@@ -410,6 +416,23 @@ def test_a_scaled_stream_with_eps_of_its_own_is_the_same_model(fields):
         if model.config.mtp_num_hidden_layers:
             heads = [m.mtp_logits(out.hidden, ids) for m, out in ((moved, found), (model, expected))]
             assert logit_difference(*heads) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scaled_stream_with_one_smaller_eps_is_the_same_model_without_linear_layers(tied):
+    """Query and key rows are scaled along, gate rows are not: every norm then has the eps that is exact for it."""
+    model = model_of(mini_dense(full_attention_interval=1, layer_types=None, tie_word_embeddings=tied))
+    ids, tensors = ids_of(model), dict(model.state_dict())
+    scaled = StreamPlan(4, "shared").apply(Scaled(model.config, {}), tensors)
+    assert scaled.config.rms_norm_eps == 1e-6 / 256 and not scaled.config.tie_word_embeddings
+    assert scaled.extra_bytes == (2 * tensors["embed_tokens.weight"].numel() if tied else 0)
+    moved = build(scaled.config, {**tensors, **scaled.tensors}, Kernels(), dtype=torch.float32)
+    kept = StreamPlan(4, "kept").apply(Scaled(model.config, {}), tensors)
+    worse = build(kept.config, {**tensors, **kept.tensors}, Kernels(), dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(ids).logits
+        assert logit_difference(moved(ids).logits, expected) < 1e-5
+        assert logit_difference(worse(ids).logits, expected) > 1e-3  # this stream is small beside eps
 
 
 def test_rounding_to_half_bits_is_that_of_float16_inside_its_range():

@@ -136,7 +136,8 @@ def _text(report: Readiness, written: dict | None, options: argparse.Namespace) 
                   text_table(changed.head(options.top))]  # fmt: skip
     if len(report.remedies) > 1:
         tried = report.remedies[list(REMEDY_COLUMNS)].rename(columns=REMEDY_COLUMNS)
-        lines += ["", f"{len(tried) - 1} remedies, each with its rerun in float16:", text_table(tried)]
+        count = "one remedy" if len(tried) == 2 else f"{len(tried) - 1} remedies"
+        lines += ["", f"{count}, by a rerun in float16:", text_table(tried)]
     if written is not None:
         end = f"logits off by {written['difference']:.2g} from float32's" if written["finite"] else "NOT finite"
         lines += ["", f"{written['path']}: written, read back and run in {written['dtype']}: {end}"]
