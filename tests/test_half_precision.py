@@ -180,6 +180,39 @@ def test_the_input_of_down_proj_overflows_and_a_power_of_two_cures_it(dense):
     assert "bfloat16" not in report.verdict.fix
 
 
+class HalfFrom64:
+    """Kernels that leave projections of 64 tokens and more to a float16 product, as some dispatchers do."""
+
+    def __init__(self, kernels: Kernels):
+        self._kernels = kernels
+
+    def __getattr__(self, name: str):
+        return getattr(self._kernels, name)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.shape[:-1].numel() < 64:
+            return self._kernels.linear(x, weight)
+        return self._kernels.linear(x.half(), weight.half()).float()
+
+
+@pytest.mark.parametrize("tokens", [63, 64])
+def test_a_product_that_turns_to_float16_at_64_tokens_is_caught_at_its_input(dense, tokens):
+    """The values are finite in float32 at any length; what float16 makes of them shows where they enter."""
+    ids = ids_of(dense, 64)
+    huge_hidden_unit(dense, ids[:, :24], 2, 17, 5)
+    dense.kernels = HalfFrom64(dense.kernels)
+    with torch.inference_mode(), watched(dense) as watch:
+        logits = dense(ids[:, :tokens], use_cache=False).logits
+    assert bool(logits.isfinite().all()) == (tokens == 63)
+    table = watch.table
+    beyond = table[table["overflows"] > 0].iloc[0]
+    assert beyond["name"] == "layers.02.mlp.down_proj.input" and beyond["bad"] == 0
+    assert beyond["absmax"] == pytest.approx(90000, rel=1e-3)
+    if tokens == 64:
+        bad = table[table["bad"] > 0].iloc[0]
+        assert bad["name"] == "layers.02.moe.out" and bad.name == beyond.name + 1  # the next tensor that is seen
+
+
 def test_one_unit_of_one_expert_overflows():
     model = model_of(mini())
     ids = ids_of(model)
@@ -525,3 +558,20 @@ def test_float16_runs_rehearse_a_card(dense):
     huge_hidden_unit(dense, ids, 2, 17, 5)
     report = fp16_readiness(dense, ids, card=card_named("bi-v100"))
     assert report.verdict.where.tap == "layers.02.mlp.down_proj.input" and report.remedy.name == "unit scale"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("fields", [mini(), mini_dense()], ids=["moe", "dense"])
+def test_the_same_verdicts_on_a_gpu(fields):
+    model = model_of(fields)
+    ids = ids_of(model)
+    assert not fp16_readiness(model.cuda(), ids).verdict.is_fault
+    model = model.cpu()
+    grown_stream(model, ids, layer=2)
+    report = fp16_readiness(model.cuda(), ids)
+    assert report.verdict.where.layer == 2 and report.remedy.name == "stream scale, kept eps"
+    if not model.config.is_moe:
+        model = model_of(fields)
+        huge_hidden_unit(model, ids, 2, 17, 5)
+        report = fp16_readiness(model.cuda(), ids, every=True)
+        assert report.verdict.where.token == 5 and report.remedy.name == "unit scale"
