@@ -560,6 +560,7 @@ def test_float16_runs_rehearse_a_card(dense):
     assert report.verdict.where.tap == "layers.02.mlp.down_proj.input" and report.remedy.name == "unit scale"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("fields", [mini(), mini_dense()], ids=["moe", "dense"])
 def test_the_same_verdicts_on_a_gpu(fields):
