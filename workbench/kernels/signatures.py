@@ -85,23 +85,20 @@ def bind(what: str, target: Callable[..., Any], *forms: Sequence[Given]) -> Bind
 @functools.lru_cache(maxsize=256)
 def _bind(what: str, target: Callable[..., Any], forms: tuple[tuple[Given, ...], ...]) -> Binding:
     found, source = _parameters(target)
-    if not found:
-        if not any(forms):
-            return Binding(target, (), (), "keyword", f"{what} takes nothing")
-        if source is None:
-            order = tuple(given.name for given in forms[0])
-            reason = f"{what} tells no signature: called in the documented order ({', '.join(order)})"
-            return Binding(target, order, (), "documented order", reason)
+    if source is None:
+        order = tuple(given.name for given in forms[0])
+        reason = f"{what} tells no signature: called in the documented order ({', '.join(order)})"
+        return Binding(target, order, (), "documented order", reason)
     faults = []
-    for parameters in found or [()]:
+    for parameters in found:
         for form in forms:
-            placed = _placed(parameters, form)
+            placed = _placed(parameters, form, by_position=source == _FROM_TEXT)
             if not isinstance(placed, str):
                 positional, keywords, kind = placed
                 shown = ", ".join(p.name for p in parameters)
                 return Binding(target, positional, keywords, kind, f"{what}({shown}) called in {kind} form, {source}")
             faults.append(placed)
-    theirs = " or ".join(f"({', '.join(map(_shown, parameters))})" for parameters in found or [()])
+    theirs = " or ".join(f"({', '.join(map(_shown, parameters))})" for parameters in found)
     ours = " or ".join(f"({', '.join(_needed(given) for given in form)})" for form in forms)
     raise BackendError(
         f"{what}: its signature is not one that is known: found {theirs}, {source}; needed {ours}; "
@@ -112,15 +109,17 @@ def _bind(what: str, target: Callable[..., Any], forms: tuple[tuple[Given, ...],
 
 # ---- what the function says of itself
 
+_INSPECTED, _FROM_TEXT = "read with inspect.signature", "read from the first line of its text"
+
 
 def _parameters(target: Callable[..., Any]) -> tuple[list[tuple[Parameter, ...]], str | None]:
     """(the signatures that there are to read, where they were read); ([], None) where nothing is to be read."""
     try:
-        return [tuple(inspect.signature(target).parameters.values())], "read with inspect.signature"
+        return [tuple(inspect.signature(target).parameters.values())], _INSPECTED
     except (ValueError, TypeError):  # a builtin, or a class whose constructor is one: inspect has nothing to go by
         text = getattr(target, "__doc__", None)
     read = [parsed for line in _signature_lines(text, target) if (parsed := parse_signature(line)) is not None]
-    return (read, "read from the first line of its text") if read else ([], None)
+    return (read, _FROM_TEXT) if read else ([], None)
 
 
 def _signature_lines(text: object, target: Callable[..., Any]) -> list[str]:
@@ -214,7 +213,7 @@ def _cut(part: str) -> tuple[str, str | None]:
     left, equals, default = part.partition("=")
     name, colon, _ = left.partition(": ")
     name = (name if colon else left.strip().removesuffix(":")).strip()
-    if not colon and " " in name:  # at::Tensor& name
+    if not colon and re.fullmatch(r"[\w:<>,&*\s]+\s[&*]*\w+", name):  # at::Tensor& name
         name = name.rpartition(" ")[2].lstrip("&*")
     return name, default.strip() if equals else None
 
@@ -223,9 +222,13 @@ def _cut(part: str) -> tuple[str, str | None]:
 
 
 def _placed(
-    parameters: Sequence[Parameter], form: Sequence[Given]
+    parameters: Sequence[Parameter], form: Sequence[Given], by_position: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str] | str:
-    """(names by position, (parameter, name) by keyword, form), or why the values do not fit the parameters."""
+    """(names by position, (parameter, name) by keyword, form), or why the values do not fit the parameters.
+
+    `by_position` keeps to positions as far as there is no gap: a text names parameters of functions that may not take
+    keywords.
+    """
     by_parameter: dict[str, str] = {}
     plain = [p for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     known = {p.name for p in plain}
@@ -242,20 +245,21 @@ def _placed(
         return f"nothing is known to go to {', '.join(repr(p.name) for p in unknown)}"
     homeless = [given.name for given in form if given.is_needed and given.name not in named]
     if not homeless and not any(p.default is Parameter.empty for p in hidden):
-        return _in_keyword_form(plain, by_parameter)
+        return _by_name(plain, by_parameter, by_position)
     if not hidden and not open_end:
         return f"no place for {', '.join(map(repr, homeless))}"
     return _in_positional_form(plain, by_parameter, form, open_end)
 
 
-def _in_keyword_form(
-    plain: Sequence[Parameter], by_parameter: dict[str, str]
+def _by_name(
+    plain: Sequence[Parameter], by_parameter: dict[str, str], by_position: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str] | str:
     """All by keyword, but positional-only parameters, which must come first and without a gap."""
     positional: list[str] = []
     gap = None
     for p in plain:
-        if p.kind != Parameter.POSITIONAL_ONLY:
+        is_open = by_position and gap is None and p.kind == Parameter.POSITIONAL_OR_KEYWORD
+        if p.kind != Parameter.POSITIONAL_ONLY and not is_open:
             continue
         if p.name not in by_parameter:
             gap = p.name
