@@ -48,7 +48,7 @@ PREFILL = 2048
 #: How a backend says that the card could run it and this machine cannot (`kernels.requirements`).
 CAN_RUN = " can run it"
 
-OP_COLUMNS = ("op", "tokens", "backend", "calls", "dtype", "on_card", "reason", "refused", "routed", "cast")
+OP_COLUMNS = ("op", "tokens", "backend", "calls", "dtype", "on_card", "why", "refused", "routed", "cast")
 PRODUCT_COLUMNS = (
     "op", "primitive", "dtype", "outcome", "library", "to", "calls", "flops", "factor", "overflowed", "flushed",
     "cast_overflowed", "cast_flushed", "why",
@@ -76,7 +76,7 @@ class Rehearsal:
     verdict     whether the checkpoint runs on the card, and what is in the way
     changes     what to do, in order
     ops         OP_COLUMNS: what served each op in the rehearsal; `on_card` is what would come first there: a library by
-                the card's rules, a backend that this machine alone cannot run, else what served
+                the card's rules, a backend that this machine alone cannot run, else what served; `why` it does
     products    PRODUCT_COLUMNS: what became of every product; `factor` is its time against the card's model dtype
     costs       COST_COLUMNS: least time of a prompt of PREFILL tokens and of one token after them, on the card
     seconds     phase -> (least time with the dtypes that ran, with the card's model dtype throughout), None: unknown
@@ -117,13 +117,24 @@ class Rehearsal:
                 "remedy": None if self.readiness.remedy is None else self.readiness.remedy.name,
                 "remedies": self.readiness.remedies.astype(object).to_dict("records"),
             }  # fmt: skip
-        return self.verdict.to_json() | {
+        return _plain(self.verdict.to_json() | {
             "card": self.card.name, "title": self.card.title, "checkpoint": self.checkpoint, "dtype": self.dtype,
             "stored": self.stored, "tokens": self.tokens, "error": self.error, "accuracy": self.accuracy,
             "changes": [{"what": c.what, "why": c.why, "cost": c.cost, "must": c.must} for c in self.changes],
             "memory": self.plan.to_json(), "seconds": {k: list(v) for k, v in self.seconds.items()},
             "readiness": ready, "unknown": dict(self.card.unknown), **tables, "elapsed_s": self.elapsed,
-        }  # fmt: skip
+        })  # fmt: skip
+
+
+def _plain(value: object) -> object:
+    """The same as values that JSON has: a number that is not finite is null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):  # a number of numpy
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(slots=True)
@@ -187,12 +198,13 @@ def rehearse(
     shown = ran if ran.error is None or plain is None or plain.error is not None else plain
     products = _products(card, shown.seen)
     costs, seconds = _costs(config, card, dtype, products, prefill)
-    verdict = _verdict(card, config, dtype, ran, plain, plan, readiness, accuracy, products, finite_wide)
-    changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, products, costs, seconds)
+    ops = _ops(card, shown.attestation)
+    verdict = _verdict(card, dtype, ran, plain, plan, readiness, accuracy, products, finite_wide)
+    changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, ops, products, costs)
     return Rehearsal(
         card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=len(ids),
-        verdict=verdict, changes=changes, ops=_ops(card, shown.attestation), products=products, costs=costs,
-        seconds=seconds, readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
+        verdict=verdict, changes=changes, ops=ops, products=products, costs=costs, seconds=seconds,
+         readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
         elapsed=time.monotonic() - started,
     )  # fmt: skip
 
@@ -260,11 +272,14 @@ def _ops(card: Card, rows: Sequence[Attestation]) -> pd.DataFrame:
     found = []
     for row in rows:
         ahead = [name for name, reason in row.refused if reason.startswith(card.title + CAN_RUN)]
-        rule = card.rule(row.op, row.dtype)
+        rule, why = card.rule(row.op, row.dtype), row.reason
+        if ahead:
+            why = f"the card can run it, this machine cannot; here: {row.reason}"
         if rule is not None and not row.routed:
             ahead.insert(0, rule.to if rule.outcome == "route" else rule.library)
+            why = f"rule of the card: {rule.why}; here: {row.reason}"
         found.append((
-            row.op, row.tokens, row.backend, row.calls, row.dtype, ahead[0] if ahead else row.backend, row.reason,
+            row.op, row.tokens, row.backend, row.calls, row.dtype, ahead[0] if ahead else row.backend, why,
             "; ".join(f"{name}: {reason}" for name, reason in row.refused), row.routed, row.cast,
         ))  # fmt: skip
     return pd.DataFrame(found, columns=list(OP_COLUMNS))
@@ -333,8 +348,8 @@ def _as_run(cost: OpCost, card: Card, dtype: str, asked: str) -> tuple[OpCost, f
 
 
 def _verdict(
-    card: Card, config: ModelConfig, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan,
-    readiness: Readiness | None, accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
+    card: Card, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan, readiness: Readiness | None,
+    accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
 ) -> Verdict:  # fmt: skip
     evidence = [_memory_sentence(plan)]
     evidence += _accuracy_sentences(card, dtype, accuracy)
@@ -435,7 +450,7 @@ def _memory_change(plan: MemoryPlan) -> Change:
 
 def _changes(
     card: Card, dtype: str, stored: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan,
-    readiness: Readiness | None, accuracy: dict | None, products: pd.DataFrame, costs: pd.DataFrame, seconds: dict,
+    readiness: Readiness | None, accuracy: dict | None, ops: pd.DataFrame, products: pd.DataFrame, costs: pd.DataFrame,
 ) -> tuple[Change, ...]:  # fmt: skip
     changes: list[Change] = []
     if ran.error is not None and plain is not None and plain.error is None:
@@ -456,6 +471,7 @@ def _changes(
         changes.append(Change(f"load it in {dtype} (--dtype {dtype})", why, lost + off, must=is_needed))
     if readiness is not None and readiness.verdict.is_fault:
         changes.append(_remedy(readiness))
+    changes += _lack_changes(card, ops, products)
     changes += _route_changes(card, products, costs)
     if card.absent_primitives:
         libraries = dict.fromkeys(p.library for p in card.absent_primitives.values())
@@ -487,6 +503,20 @@ def _remedy(readiness: Readiness) -> Change:
         f"proven by a rerun, logits off by {row['same_experts']:.2g} of the largest"
     )
     return Change(readiness.verdict.fix or row["remedy"], readiness.verdict.verdict, cost, must=True)
+
+
+def _lack_changes(card: Card, ops: pd.DataFrame, products: pd.DataFrame) -> list[Change]:
+    """Ops that another backend serves because the first needs what the card lacks."""
+    changes = []
+    for row in ops.itertuples():
+        lacking = [p for name, p in card.absent_primitives.items() if name in row.refused]
+        if lacking:
+            calls = int(products.loc[products["op"] == row.op, "calls"].sum())
+            changes.append(Change(
+                f"use {lacking[0].instead}; {row.backend} serves {row.op} until then", row.refused,
+                f"unknown on the card; {counted(calls, 'product')} of {row.op} in this run",
+            ))  # fmt: skip
+    return changes
 
 
 def _route_changes(card: Card, products: pd.DataFrame, costs: pd.DataFrame) -> list[Change]:

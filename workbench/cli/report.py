@@ -10,7 +10,6 @@ from pathlib import Path
 from workbench.cli.inputs import read_prompt
 from workbench.cli.options import add_command
 from workbench.cli.outcome import FAULT, FINE
-from workbench.errors import InputError
 
 #: Parameters of each notebook, as its own cell has them; here so that `--help` reads no notebook.
 PARAMETERS = {
@@ -30,7 +29,10 @@ def add(commands) -> None:
     parser.add_argument(
         "--prompt-file", metavar="FILE", type=Path, help="UTF-8 text in the place of the notebook's prompt"
     )
-    parser.add_argument("--card", metavar="NAME", help="limits of a card to rehearse (not in this version)")
+    parser.add_argument(
+        "--card", metavar="NAME|FILE", help="write a page besides on what the checkpoint would do on this card, as "
+        "`workbench rehearse` does; the notebooks themselves run without its limits",
+    )  # fmt: skip
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[],
         help="a parameter of the notebook, may be given several times; paths begin in the current folder. " + "; ".join(
@@ -42,8 +44,6 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.card is not None:
-        raise InputError(f"--card {options.card}: cards come in a later version; leave the option out")
     from workbench.report.build import Request, build
 
     request = Request(
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         prompt=None if options.prompt_file is None else read_prompt(options.prompt_file),
         settings=tuple(options.set),
         full=options.full,
+        card=options.card,
         out=options.out,
         command=report_command(options),
     )
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 def report_command(options: argparse.Namespace) -> str:
     """The command that repeats a report; where it writes is left out, as that does not change the report."""
     words = ["workbench", "report"]
-    for flag in ("notebook", "checkpoint", "prompt_file"):
+    for flag in ("notebook", "checkpoint", "prompt_file", "card"):
         value = getattr(options, flag)
         words += [] if value is None else [f"--{flag.replace('_', '-')}", str(value)]
     words += [word for setting in options.set for word in ("--set", setting)]

@@ -51,7 +51,8 @@ def time_shares(costs: pd.DataFrame) -> Plate:
     for phase, table in zip(phases, tables, strict=True):
         first = table.iloc[0]
         sentences.append(f"{phase}: {first['part']} takes {first['share']:.0%} of the least time")
-    return finished(figure, "; ".join(sentences) + ".", "Least time of the parts of a pass on the card")
+    caption = "; ".join(sentences)
+    return finished(figure, f"{caption[:1].upper()}{caption[1:]}.", "Least time of the parts of a pass on the card")
 
 
 def _parts(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench.errors import InputError, WorkbenchError
 from workbench.report.parameters import (
@@ -18,6 +19,9 @@ from workbench.report.parameters import (
     read_parameters,
     replace_parameters,
 )
+
+if TYPE_CHECKING:
+    from workbench.cards import Card
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -30,7 +34,8 @@ class Request:
     """What to report on.
 
     `notebook` is a number such as `01`, None for all; `checkpoint` and `prompt` replace the notebook's own;
-    `settings` are KEY=VALUE texts; `command` is what repeats the request, shown in the provenance.
+    `settings` are KEY=VALUE texts; `card` is a card to rehearse besides, with the checkpoint and prompt of the first
+    notebook; `command` is what repeats the request, shown in the provenance.
     """
 
     notebook: str | None = None
@@ -38,13 +43,14 @@ class Request:
     prompt: str | None = None
     settings: Sequence[str] = field(default_factory=tuple)
     full: bool = False
+    card: str | None = None
     out: Path = Path("reports")
     command: str = "workbench report"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One finished report: its name, the files that were written, and its findings."""
+    """One finished report, of a notebook or a card: its name, the files that were written, and its findings."""
 
     name: str
     page: Path
@@ -61,6 +67,9 @@ def build(request: Request, say: Callable[[str], None]) -> list[Report]:
     _need_packages()
     import nbformat
 
+    from workbench.cards import card_named
+
+    card = None if request.card is None else card_named(request.card)
     sources = notebooks(request.notebook)
     common = _overrides(request)
     loaded = []
@@ -78,6 +87,9 @@ def build(request: Request, say: Callable[[str], None]) -> list[Report]:
         _build_one(path, notebook, read_parameters(cell.source, path.stem), request, say)
         for path, notebook, cell, _ in loaded
     ]
+    if card is not None:
+        path, _, cell, _ = loaded[0]
+        reports.append(_build_card(card, path.parent, read_parameters(cell.source, path.stem), request, say))
     (request.out / "index.html").write_text(_index(request.out), encoding="utf-8")
     return reports
 
@@ -183,6 +195,32 @@ def _build_one(
         for file in (page, executed, written):  # each appears whole
             os.replace(file, request.out / file.name)
     return Report(name, request.out / page.name, request.out / written.name, findings)
+
+
+def _build_card(
+    card: Card, folder: Path, parameters: dict[str, object], request: Request, say: Callable[[str], None]
+) -> Report:
+    """The report of a rehearsal; `parameters` are those of a notebook in `folder`."""
+    from workbench.analysis.rehearse import rehearse
+    from workbench.report.card import card_findings, card_page
+    from workbench.tokenizer import Tokenizer
+
+    found = {name: parameters.get(name) for name in ("checkpoint", "prompt")}
+    if not all(isinstance(value, str) and value for value in found.values()):
+        raise InputError(f"--card {card.name}: expected a notebook with a checkpoint and a prompt, found {found}")
+    checkpoint = folder / found["checkpoint"]
+    ids = Tokenizer.from_directory(checkpoint).encode(found["prompt"])
+    name = f"card_{card.name}"
+    result = rehearse(checkpoint.resolve(), card, ids, progress=lambda line: say(f"{name}: {line}"))
+    findings = card_findings(result)
+    files = {f"{name}.html": card_page(result, request.command, "index.html"),
+             f"{name}.findings.json": json.dumps(findings, indent=1, allow_nan=False)}  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=request.out, prefix=".workbench-") as scratch:
+        for file, text in files.items():
+            (Path(scratch) / file).write_text(text, encoding="utf-8")
+        for file in files:  # each appears whole
+            os.replace(Path(scratch) / file, request.out / file)
+    return Report(name, *(request.out / file for file in files), findings)
 
 
 def _page(

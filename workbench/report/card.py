@@ -19,7 +19,7 @@ from workbench.report.export import stylesheet
 #: Columns of the tables: name in the report -> heading.
 OP_HEADINGS = {
     "op": "op", "tokens": "tokens", "on_card": "on the card", "backend": "served here by", "calls": "calls",
-    "dtype": "dtype", "refused": "refused before it",
+    "dtype": "dtype", "why": "why",
 }  # fmt: skip
 PRODUCT_HEADINGS = {
     "op": "op", "primitive": "product", "dtype": "dtype", "outcome": "outcome", "library": "asked first",
@@ -40,6 +40,7 @@ REMEDY_HEADINGS = {
     "remedy": "remedy", "serves": "serves", "same_experts": "logits off", "weights_overflow": "weights over",
     "values_bad": "values bad", "extra_bytes": "bytes more", "wide_flops": "flops a token in float32",
 }  # fmt: skip
+PLAN_HEADINGS = {"what": "part", "size": "size", "how": "what it is"}
 #: Rows of a table that are shown.
 ROWS = 10
 
@@ -90,12 +91,20 @@ def _change(change: Change) -> Html:
 def _ops(report: Rehearsal) -> Shown:
     if report.ops.empty:
         return note("No op ran.")
-    rows = report.ops[list(OP_HEADINGS)].assign(refused=[text or "–" for text in report.ops["refused"]])
+    rows = report.ops.assign(why=[
+        f"{row.why}; refused: {row.refused}" if row.refused else row.why for row in report.ops.itertuples()
+    ])  # fmt: skip
+    same = ["op", "on_card", "backend", "dtype"]
+    merged = rows.groupby(same, sort=False).agg(tokens=("tokens", _phases), calls=("calls", "sum"), why=("why", "last"))
     caption = (
         f"The run of {report.tokens:,} tokens and one more. “On the card” is what comes first there: a library by the "
         "card's rules, or a backend that this machine alone cannot run."
     )
-    return table(rows, caption, OP_HEADINGS)
+    return table(merged.reset_index()[list(OP_HEADINGS)], caption, OP_HEADINGS)
+
+
+def _phases(tokens: pd.Series) -> str:
+    return tokens.iloc[0] if len(set(tokens)) == 1 else "any"
 
 
 def _products(report: Rehearsal) -> Shown:
@@ -111,7 +120,7 @@ def _products(report: Rehearsal) -> Shown:
     )
     why = [f"{row.dtype} of {row.op}: {row.why}" for row in moved.drop_duplicates(["op", "dtype"]).itertuples()]
     shown = table(products[list(PRODUCT_HEADINGS)].replace({"to": {"": "–"}}), caption, PRODUCT_HEADINGS)
-    return stack(shown, *(note(sentence) for sentence in why))
+    return stack(shown, *(note(f"{sentence[:1].upper()}{sentence[1:]}.") for sentence in why))
 
 
 def _readiness(report: Rehearsal) -> Shown:
@@ -160,7 +169,7 @@ def _memory(report: Rehearsal) -> Shown:
          f"of {plan.length:,} tokens each"),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["what", "size", "how"])
-    return stack(memory_bar(plan), table(frame, "The plan.", {"what": "", "size": "", "how": "what it is"}))
+    return stack(memory_bar(plan), table(frame, "What takes how much, exact but for the pass.", PLAN_HEADINGS))
 
 
 def _costs(report: Rehearsal) -> Shown:
@@ -171,7 +180,7 @@ def _costs(report: Rehearsal) -> Shown:
         sentence = f"{phase}: at least {duration_text(ran)}"
         if model_dtype is not None and ran > model_dtype:
             sentence += f", {duration_text(model_dtype)} if all of it ran in {report.card.model_dtype}"
-        parts.append(note(sentence + "."))
+        parts.append(note(f"{sentence[:1].upper()}{sentence[1:]}."))
     if report.costs["seconds"].isna().any():
         missing = dict.fromkeys(report.costs.loc[report.costs["seconds"].isna(), "bound"])
         parts.append(note(f"Times cannot be given: {'; '.join(missing)}."))
@@ -252,8 +261,8 @@ def _numbers(report: Rehearsal) -> list[tuple[str, str, str]]:
     return boxes
 
 
-def card_page(report: Rehearsal, command: str) -> str:
-    """One HTML file that holds everything it shows."""
+def card_page(report: Rehearsal, command: str, home: str | None = None) -> str:
+    """One HTML file that holds everything it shows; `home` is the page of all reports that it lies beside."""
     heading = title(report)
     boxes = "".join(
         f"<div><dt>{html.escape(label)}</dt><dd><b>{html.escape(value)}</b> <span>{html.escape(said)}</span></dd></div>"
@@ -266,13 +275,16 @@ def card_page(report: Rehearsal, command: str) -> str:
     }  # fmt: skip
     rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
     first = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in _findings(report))
+    kicker = "Rehearsal of a card"
+    if home is not None:
+        kicker = f'<a href="{html.escape(home)}">All reports</a> / {kicker}'
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{html.escape(heading)} – hybrid MoE workbench</title>\n"
         f"<style>\n{stylesheet()}\n</style>\n</head>\n<body>\n"
-        f'<header>\n<p class="kicker">Rehearsal of a card</p>\n<h1>{html.escape(heading)}</h1>\n'
+        f'<header>\n<p class="kicker">{kicker}</p>\n<h1>{html.escape(heading)}</h1>\n'
         f'<ol class="findings">{first}</ol>\n'
         f'<dl class="numbers">{boxes}</dl>\n</header>\n'
         f'<main>\n<section class="cell">\n{card_view(report).page}\n</section>\n</main>\n'

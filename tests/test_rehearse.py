@@ -1,0 +1,196 @@
+"""What a checkpoint would do on a card: verdict, changes with their price, and the page that says so."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_rehearsal import Witness
+
+from workbench.analysis.half_precision import OVERFLOW
+from workbench.analysis.rehearse import CANNOT_RUN, DOES_NOT_FIT, NOT_FINITE, rehearse
+from workbench.cards import card_named
+from workbench.checkpoint import read_checkpoint, write_checkpoint
+from workbench.cli import main
+from workbench.kernels import registry
+from workbench.kernels.linear import torch_linear
+from workbench.kernels.requirements import Requires
+from workbench.numerics import NumericsPolicy
+from workbench.report.build import Request, _build_card
+from workbench.report.card import card_page
+
+MINIATURE = Path(__file__).resolve().parent.parent / "data" / "miniature"
+IDS = list(range(300, 380))
+BI_V100 = card_named("bi-v100")
+
+
+@pytest.fixture(scope="module")
+def bi_v100():
+    """The whole report, and every operator that ran for it."""
+    witness, lines = Witness(), []
+    with witness:
+        report = rehearse(MINIATURE, "bi-v100", IDS, progress=lines.append)
+    return report, witness.ran, lines
+
+
+@pytest.fixture
+def overflowing(tmp_path):
+    """The miniature with a value stream that leaves float16's range in one layer, and float32's nowhere."""
+    checkpoint = read_checkpoint(MINIATURE)
+    name = "layers.2.mlp.shared_expert.down_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name] * 2.0**20
+    write_checkpoint(tmp_path / "large", checkpoint.config, checkpoint.tensors)
+    for file in MINIATURE.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "large")
+    return tmp_path / "large"
+
+
+def test_the_miniature_runs_on_the_card_of_the_bring_up(bi_v100):
+    report, ran, lines = bi_v100
+    assert not report.verdict.is_fault and report.error is None and report.verdict.confidence == "likely"
+    assert report.verdict.verdict.startswith("Runs on Iluvatar BI-V100 32 GB in float16")
+    assert len(ran) > 30 and not ran & set(BI_V100.absent_primitives)
+    assert report.elapsed < 60 and len(lines) >= 3
+    assert set(report.ops["op"]) >= {"linear", "experts", "gated_delta_rule", "attention", "routing", "rms_norm"}
+    assert set(report.ops["tokens"]) == {"1", "2 and more"}
+    assert report.accuracy["card"] < 0.05 and report.plan.fits and report.readiness is not None
+
+
+def test_what_was_routed_has_a_reason_and_a_price(bi_v100):
+    report, _, _ = bi_v100
+    routed = report.products[report.products["outcome"] == "route"]
+    assert set(routed["op"]) == {"gated_delta_rule"} and set(routed["dtype"]) == {"float32"}
+    assert routed["factor"].tolist() == pytest.approx([147 / 37] * len(routed))
+    (change,) = (c for c in report.changes if "gated_delta_rule" in c.what)
+    assert "kHalf" in change.why and "3.97 times" in change.cost and "of the pass" in change.cost
+    assert "stay in float32" in change.what
+    prompt, token = report.seconds.values()
+    assert prompt[0] > prompt[1] and token[0] == token[1]  # a step is bound by memory, which no rule changes
+    first = report.costs[report.costs["part"] == "gdn.delta_rule"].iloc[0]
+    assert (first["dtype"], first["bound"]) == ("float32", "compute")
+
+
+def test_linear_would_be_the_vendors_there(bi_v100):
+    rows = bi_v100[0].ops[bi_v100[0].ops["op"] == "linear"]
+    assert set(rows["on_card"]) == {"ixformer"} and set(rows["backend"]) == {"torch_linear"}
+    assert all("rule of the card: ixformer's matmul takes kHalf" in why for why in rows["why"])
+
+
+def test_a_backend_that_the_card_alone_can_run_comes_first_there(monkeypatch):
+    ours = registry.OPERATIONS["linear"]
+    entry = registry.Backend(
+        op="linear", name="vendor", run=torch_linear.run, supports=torch_linear.supports,
+        requires=Requires(devices=("cuda",), symbols=("no_such_package:matmul",)),
+    )  # fmt: skip
+    backends = {**ours.backends, "vendor": entry}
+    monkeypatch.setitem(
+        registry.OPERATIONS, "linear",
+        replace(ours, backends=backends, automatic_order=lambda call: ("vendor", *ours.automatic_order(call))),
+    )  # fmt: skip
+    report = rehearse(MINIATURE, "h200", IDS[:9])
+    rows = report.ops[report.ops["op"] == "linear"]
+    assert set(rows["on_card"]) == {"vendor"} and set(rows["backend"]) == {"torch_linear"}
+    assert "vendor: NVIDIA H200 SXM 141 GB can run it" in rows["refused"].iloc[0]
+    assert "this machine cannot" in rows["why"].iloc[0]
+
+
+def test_a_policy_that_the_card_cannot_serve_is_the_verdict_and_the_way_out_is_proven():
+    policy = NumericsPolicy(solver="solve_triangular")
+    report = rehearse(
+        MINIATURE, "bi-v100", IDS[:70], policy=policy, backend="gated_delta_rule=torch_chunk", with_readiness=False
+    )
+    assert report.verdict.cause_id == CANNOT_RUN and report.verdict.exit_code == 1
+    assert "libcusolver.so" in report.verdict.verdict and "gated_delta_rule" in report.error
+    assert "automatic choice" in report.verdict.fix
+    assert report.changes[0].must and "proven" in report.changes[0].cost
+    assert len(report.ops) and report.accuracy is None
+
+
+def test_the_same_policy_without_a_named_backend_is_served_another_way():
+    policy = NumericsPolicy(solver="solve_triangular")
+    report = rehearse(MINIATURE, "bi-v100", IDS[:70], policy=policy, with_readiness=False)
+    assert not report.verdict.is_fault
+    rows = report.ops[report.ops["op"] == "gated_delta_rule"]
+    assert set(rows["backend"]) == {"torch_recurrent"}
+    (change,) = (c for c in report.changes if "row_loop" in c.what and "torch_recurrent serves" in c.what)
+    assert "libcusolver.so" in change.why
+    assert rehearse(MINIATURE, "h200", IDS[:70], policy=policy).error is None
+
+
+def test_a_card_that_is_too_small(tmp_path):
+    card = replace(BI_V100, memory_bytes=8_000_000)
+    report = rehearse(MINIATURE, card, IDS[:9], with_readiness=False)
+    assert report.verdict.cause_id == DOES_NOT_FIT and "weights alone" in report.verdict.verdict
+    assert "at least" in report.verdict.fix and report.changes[0].must
+    card = replace(BI_V100, memory_bytes=80_000_000)
+    report = rehearse(MINIATURE, card, IDS[:9], with_readiness=False, sequences=64)
+    assert report.verdict.cause_id == DOES_NOT_FIT and "64 sequences of 8,192 tokens" in report.verdict.verdict
+    assert f"at most {report.plan.most_sequences} sequences" in report.verdict.fix
+
+
+def test_overflow_of_float16_is_found_with_a_remedy_and_its_price(overflowing):
+    report = rehearse(overflowing, "bi-v100", IDS[:40])
+    assert report.verdict.is_fault and report.verdict.cause_id in (OVERFLOW, NOT_FINITE)
+    assert report.readiness.verdict.cause_id == OVERFLOW
+    remedy = next(c for c in report.changes if c.what == report.readiness.verdict.fix)
+    assert remedy.must and "proven by a rerun" in remedy.cost
+    assert not rehearse(overflowing, "a100", IDS[:40]).verdict.is_fault  # bfloat16 has the range
+
+
+def test_a_card_with_bfloat16_needs_nothing():
+    report = rehearse(MINIATURE, "h200", IDS[:9])
+    assert report.dtype == report.stored == "bfloat16" and report.readiness is None
+    assert not any(change.must for change in report.changes)
+    assert set(report.products["outcome"]) == {"run"} or set(report.products["dtype"]) == {"bfloat16", "float32"}
+
+
+def test_unknown_figures_are_said_to_be_unknown():
+    report = rehearse(MINIATURE, "cpu", IDS[:9])
+    assert report.verdict.verdict.endswith("whether it fits is not known") and not report.verdict.is_fault
+    assert set(report.seconds.values()) == {(None, None)}
+    page = card_page(report, "workbench rehearse")
+    assert "Times cannot be given: unknown: " in page and "unknown" in page
+
+
+def test_json_and_page(bi_v100):
+    report, _, _ = bi_v100
+    content = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert content["cause_id"] is None and content["card"] == "bi-v100" and content["memory"]["fits"] is True
+    assert {row["op"] for row in content["products"]} >= {"linear", "experts"}
+    assert content["unknown"]["capability"]
+    page = card_page(report, "workbench rehearse X --card bi-v100")
+    place = [page.index(f"<h2>{heading}") for heading in (
+        "What to change", "What runs for each op", "Products under", "Where float16 overflows", "Memory", "Least time",
+        "The card",
+    )]  # fmt: skip
+    assert place == sorted(place) and page.index("Runs on Iluvatar") < place[0]
+    assert "http" not in page and "<script" not in page
+
+
+def test_the_report_command_writes_the_page_besides(tmp_path):
+    parameters = {"checkpoint": "miniature", "prompt": "Shall I compare thee"}
+    request = Request(out=tmp_path, command="workbench report --card t4")
+    report = _build_card(card_named("t4"), MINIATURE.parent, parameters, request, lambda line: None)
+    assert report.page == tmp_path / "card_t4.html" and 'href="index.html"' in report.page.read_text("utf-8")
+    findings = json.loads(report.findings_file.read_text("utf-8"))
+    assert findings["title"] == "miniature on NVIDIA T4 16 GB" and findings["fault_found"] is False
+    assert findings["verdict"] and all(set(n) == {"label", "value", "note"} for n in findings["numbers"])
+
+
+def test_command_line(tmp_path, capsys):
+    arguments = ["rehearse", str(MINIATURE), "--card", "bi-v100", "--ids", "1,2,3,4,5", "--no-readiness"]
+    assert main([*arguments, "--out", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("Runs on Iluvatar BI-V100") and "what to change:" in out.out
+    assert "rehearse: " in out.err and (tmp_path / "page.html").is_file()
+    assert main([*arguments, "--json", "-", "--length", "100", "--sequences", "2"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["memory"]["length"], content["memory"]["sequences"]) == (100, 2)
+    assert main([*arguments, "--backend", "gated_delta_rule=reference", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["error"] is None
+
+
+def test_the_models_own_option_runs_under_the_limits(capsys):
+    assert main(["generate", str(MINIATURE), "--ids", "5,6,7", "--card", "bi-v100", "--max-new-tokens", "3"]) == 0
+    assert "routed from ixformer to torch" in capsys.readouterr().err
