@@ -4,6 +4,7 @@ Skipped where no device is; `python3 bootstrap.py test -m gpu` runs these alone 
 """
 
 import dataclasses
+import gc
 import shutil
 import warnings
 
@@ -20,6 +21,7 @@ from workbench.kernels.gated_delta_rule import reference, spec
 from workbench.kernels.registry import OPERATIONS, Call
 from workbench.model import CausalLM
 from workbench.numerics import SAFE
+from workbench.recovery import Recovery, Request, serve_requests
 from workbench.tracing import trace
 from workbench.tracing.flags import Flags, FlagTap
 from workbench.tracing.observer import is_stage, tap_names
@@ -299,3 +301,140 @@ def test_flags_are_exact_on_the_device(dtype):
     assert table["has_pinf"].eq(True).tolist() == [False, True, False, False, False]
     assert table["has_ninf"].eq(True).tolist() == [False, False, True, False, False]
     assert table["is_near_limit"].tolist() == [False, False, False, True, False]
+
+
+class Garbage:
+    """Tensors in a reference cycle: nothing but a collection frees them."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.itself, self.tensors = self, tensors
+
+
+def fill(*spare: int) -> Garbage:
+    """Take all that the limit of the process leaves, but for blocks of `spare` bytes."""
+    kept_free = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in spare]
+    taken, size = [], 2**28
+    while size >= 512:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    del kept_free
+    return Garbage(taken)
+
+
+@pytest.fixture
+def limit():
+    """A function that lets this process have so many bytes more of the device than it has now."""
+
+    def set_limit(n_bytes: int) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + n_bytes) / total)
+
+    yield set_limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.enable()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def dense(**requested: str) -> CausalLM:
+    """Wide weights, no experts: the same bits in every run."""
+    config = ModelConfig.from_hf(models.mini_dense(initializer_range=0.1))
+    return CausalLM(config, Kernels(requested)).init_weights(0).cuda().eval()
+
+
+#: Room in a full device for part of the prefill, for what comes before the key stores grow, and for part of a token.
+SPARE = ((2**26, *[2**20] * 4), (2**20,) * 6, (2**20,))
+
+
+@pytest.mark.parametrize("full_at", range(len(SPARE)))
+@torch.inference_mode()
+def test_a_step_out_of_memory_is_saved_by_what_it_frees(limit, full_at):
+    """A full device, at the prefill, at the token for which the key stores grow, and at the next: the same bits."""
+    model, prompts, told = dense(), ids(64, 512).cuda(), []
+
+    def run(step, is_disturbed: bool):
+        cache, tokens, found = None, prompts, []
+        for number in range(4):
+            if is_disturbed and number == full_at:
+                gc.disable()
+                fill(*SPARE[full_at])  # nobody holds it, and nothing collects it before the step does
+            output = step(tokens, cache=cache, last_only=True)
+            cache, tokens = output.cache, output.logits[:, -1].argmax(-1)[:, None]
+            found.append(tokens)
+        return torch.cat(found, dim=1), cache
+
+    run(model, False)  # what libraries allocate once
+    expected, cache = run(model, False)
+    limit(4 * 2**30)
+    found, after = run(Recovery(model, told.append).step, True)
+    assert [incident.is_recovered for incident in told] == [True], told
+    assert "OutOfMemoryError" in told[0].error and told[0].tokens == (512 if full_at == 0 else 1)
+    assert told[0].layer == 3 if full_at == 1 else told[0].layer is not None
+    assert torch.equal(found, expected) and after.lengths == cache.lengths
+    for name in ("keys", "values"):
+        assert torch.equal(getattr(after.layers[3], name), getattr(cache.layers[3], name))
+    for layer in range(3):
+        assert torch.equal(after.layers[layer].window, cache.layers[layer].window)
+        assert torch.equal(after.layers[layer].state, cache.layers[layer].state)
+
+
+def test_a_request_too_large_for_the_device_fails_alone(limit):
+    """4,000 tokens whose scores in float64 take 512 MB each time, beside two short prompts."""
+    model, told = dense(attention="reference"), []
+    asked = [Request(input_ids=ids(1, tokens).cuda(), max_new_tokens=6) for tokens in (40, 4000, 70)]
+    expected = serve_requests(model, asked)
+    limit(600 * 2**20)
+    found = serve_requests(model, asked, recovery=Recovery(model, told.append))
+    assert [(x.layer, x.op, x.backend, x.is_recovered) for x in told] == [(3, "attention", "reference", False)]
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert (found[1].reason, found[1].tokens) == ("out_of_memory", [])
+    table = found[1].failure.table
+    rows = {row.what: row.n_bytes for row in table.rows}
+    assert rows["total of the device"] == torch.cuda.mem_get_info()[1] > rows["free on the device"] > 0
+    assert 2**28 < rows["activations of the failed step, when it failed"] < rows["allocated when the step failed"]
+    assert rows["weights"] < rows["allocated now"] <= rows["reserved by the allocator"]
+    assert rows["caches of 1 other requests"] > 0 and table.largest[0].n_bytes >= 2**20
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert serve_requests(model, asked[1:2]) == expected[1:2]
+
+
+class Refusing:
+    """A tap that is out of memory at the end of the pass."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "logits":
+            self.passes += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor
+
+    def scope(self, prefix: str) -> None:
+        return None
+
+
+@torch.inference_mode()
+def test_out_of_memory_while_a_graph_is_captured_is_passed_on():
+    """Nothing is retried inside a lost capture; the next capture has the pass."""
+    model = full_width()
+    prompt, recovery = ids(1, 1).cuda(), Recovery(model)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = model(prompt, use_cache=False).logits
+    torch.cuda.current_stream().wait_stream(stream)
+    model.tap = refusing = Refusing()
+    with pytest.raises(torch.OutOfMemoryError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        recovery.step(prompt, use_cache=False)
+    assert refusing.passes == 1 and recovery.incidents == []
+    model.tap, graph = None, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = recovery.step(prompt, use_cache=False).logits
+    graph.replay()
+    assert torch.equal(logits, expected)

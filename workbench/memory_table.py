@@ -124,11 +124,11 @@ def _group_limit() -> MemoryRow:
 
 def _cpu_rows(in_use: int | None) -> list[MemoryRow]:
     unknown = "unknown here"
-    rows = [
+    rows = [] if in_use is None else [MemoryRow("resident when the step failed", in_use)]
+    rows += [
         MemoryRow(what, value, "" if value is not None else unknown)
         for what, value in (
-            ("resident when the step failed", in_use),
-            ("resident after it was dropped", _status("VmRSS")),
+            ("resident now", _status("VmRSS")),
             ("largest resident so far", _status("VmHWM")),
             ("address space in use", _status("VmSize")),
         )
@@ -156,10 +156,13 @@ def _cuda_rows(device: torch.device, in_use: int | None) -> list[MemoryRow]:
     free, total = torch.cuda.mem_get_info(device)
     now, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
     retried = f"after {stats['num_alloc_retries']} retries of the allocator and {stats['num_ooms']} failures so far"
-    return [
+    of_step = [] if in_use is None else [
         MemoryRow("activations of the failed step, when it failed", in_use - now),
         MemoryRow("allocated when the step failed", in_use),
-        MemoryRow("allocated after it was dropped", now),
+    ]  # fmt: skip
+    return [
+        *of_step,
+        MemoryRow("allocated now", now),
         MemoryRow("largest allocated since the last reset", stats["allocated_bytes.all.peak"]),
         MemoryRow("reserved by the allocator", reserved, retried),
         MemoryRow("of these unused and split, so not returned", stats["inactive_split_bytes.all.current"]),
@@ -175,11 +178,10 @@ def memory_table(
 ) -> MemoryTable:  # fmt: skip
     """What holds the memory of the model's device now; all figures in bytes.
 
-    `cache` is that of the request in question, `held` those of others. `in_use` is what was in use when a step
-    failed, None for now; `activations` are the tensors that were found in its frames.
+    `cache` is that of the request in question, `held` those of others. Of a step that failed and was dropped, `in_use`
+    is what was in use when it failed (`in_use_on`), and `activations` are the tensors found in its frames.
     """
     device = model.device
-    in_use = in_use_on(device) if in_use is None else in_use
     workspace = model.kernels.workspace
     rows = [MemoryRow("weights", _n_bytes([*model.parameters(), *model.buffers()]))]
     if cache is not None:
