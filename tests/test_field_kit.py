@@ -285,7 +285,7 @@ def test_a_warm_up_is_not_counted(kit, tmp_path, checkpoint):
     model = engine(checkpoint)
     with kit.record(model, str(tmp_path / "run"), skip=1):
         with torch.no_grad():
-            model(input_ids=torch.zeros(9, dtype=torch.int64), positions=torch.arange(9))
+            model.compute_logits(model(input_ids=torch.zeros(9, dtype=torch.int64), positions=torch.arange(9)))
         for layer in model.language_model.model.layers:
             if layer.kind == "linear_attention":
                 layer.linear_attn.state.zero_()
@@ -295,6 +295,8 @@ def test_a_warm_up_is_not_counted(kit, tmp_path, checkpoint):
         flat_engine.generate(model, ids(20), 1)
     content = content_of(tmp_path / "run")
     assert [len(row) for row in content["input_ids"]] == [20, 1]
+    assert [row[5][:2] for row in content["statistics"]["rows"] if row[1] == "embed"] == [[1, 20], [1, 1]]
+    assert [row["shape"] for row in content["others"]] == [[1, 1, 97]]
     assert compare(checkpoint, "torch_recurrent", tmp_path / "run").kind == "rounding"
 
 

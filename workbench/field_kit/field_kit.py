@@ -784,9 +784,8 @@ class Tape:
         @functools.wraps(original)
         def forward(*args, **kwargs):
             if self._skip > 0:
-                out = original(*args, **kwargs)
                 self._skip -= 1
-                return out
+                return original(*args, **kwargs)
             self.begin_pass(*_tokens_of(original, args, kwargs))
             try:
                 out = original(*args, **kwargs)
@@ -921,7 +920,9 @@ class Tape:
             self._show(name, lambda: [(None, read(see))], name, id(module))
 
     def _has_step(self):
-        return self._skip == 0 and (self.steps is None or self.steps[0] <= max(self.step, 0) < self.steps[1])
+        # Before its first pass a model shows what belongs to none: logits of a warm-up that was skipped.
+        is_running = self.step >= 0 or self.model is None
+        return is_running and (self.steps is None or self.steps[0] <= max(self.step, 0) < self.steps[1])
 
     def _show(self, what, read, name=None, source=None):
         """Record what `read` gives: (tap point relative to the layer, tensor) pairs.
