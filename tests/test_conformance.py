@@ -385,6 +385,26 @@ def test_an_alignment_without_its_blocks_shows():
 # ---- what is refused, and what cannot be asked
 
 
+def test_a_function_with_another_signature_is_told_before_it_runs():
+    def never(*_arguments):
+        raise AssertionError("it was run")
+
+    for function, words in (
+        (lambda weight, x: never(), "it has weight where x is passed, x where weight is passed; expected linear(x: Te"),
+        (lambda x: never(), "too many positional arguments; expected linear(x: Tensor, weight: Tensor) -> Tensor, fou"),
+        (lambda x, weight, *, scale: never(), "missing a required argument: 'scale'"),
+    ):
+        with pytest.raises(BackendError) as caught:
+            conform("linear", function)
+        assert words in str(caught.value) and "has not the signature of the contract" in str(caught.value)
+    assert conformance.unfit("linear", lambda x, weight, scale=1.0: None) is None
+    assert conformance.unfit("linear", lambda *arguments: None) is None
+    assert conformance.unfit("linear", torch.nn.functional.linear) is None  # compiled, without a signature to read
+    for op, operation in OPERATIONS.items():
+        for backend in operation.backends.values():
+            assert conformance.unfit(op, backend.run) is None, (op, backend.name)
+
+
 def test_a_backend_that_refuses_everything_is_refused_and_has_not_passed():
     backend = Backend("linear", "elsewhere", F.linear, lambda call: None, requires=Requires(devices=("cuda",)))
     found = conform("linear", backend)

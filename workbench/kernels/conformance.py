@@ -359,8 +359,8 @@ class _Examination:
                 first = first or found
             served += [first] if first else []
         for one in served:  # all cases have been run by now: what one call leaves behind meets the others
-            yield from self._again(one)
             if not self.contract.repeats(one.case):
+                yield from self._again(one)
                 yield from self._strides(one)
         widest = [dtype for dtype in dtypes if any(one.dtype == dtype for one in served)]
         if everything and widest:

@@ -79,7 +79,7 @@ class Contract:
     gradient_limit (dtype, input) -> how far a gradient may be from the arbiter's, over the largest one of the case
     probes      calls with NaN, by name
     laws        by the name of a check, calls by name, see `Law`
-    repeats     case -> whether another has its shapes: other layouts and gradients are checked with that one alone
+    repeats     case -> whether another has its shapes: memory, layouts and gradients are checked with that one alone
     unpromised  (case, policy) -> why a backend that computes by this preset is not held to the case, or None
     legal       (arguments, output, values [rows, ...]) -> what is wrong with whole numbers beside a NaN, or None
     parts       what a call returns -> its outputs, in order
