@@ -23,7 +23,9 @@ void matmul(const float* x, const float* w, float* y, int rows, int outputs, int
 void throwing(const float*, const float*, float*, int, int, int) { throw std::runtime_error("Expected kHalf\\nhere"); }
 void throwing_int(const float*, const float*, float*, int, int, int) { throw 7; }
 void crashing(const float*, const float*, float* y, int, int, int) { *(volatile int*)8 = 1; y[0] = 0; }
-void idle(const float*, const float*, float* y, int rows, int outputs, int) { for (int i = 0; i < rows * outputs; ++i) y[i] = 1; }
+void idle(const float*, const float*, float* y, int rows, int outputs, int) {
+    for (int i = 0; i < rows * outputs; ++i) y[i] = 1;
+}
 int status(const float*, const float*, float*, int, int, int) { return 3; }
 struct Plan { void run(const float*) const; };
 void Plan::run(const float*) const {}
@@ -42,7 +44,7 @@ def build(folder, source, name="libvendor.so", flags=()):
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / f"{name}.cpp"
     text.write_text(source, encoding="utf-8")
-    command = [COMPILER, "-shared", "-fPIC", "-O0", f"-Wl,-soname,{name}", *flags, str(text), "-o", str(folder / name)]
+    command = [COMPILER, "-shared", "-fPIC", "-O0", f"-Wl,-soname,{name}", str(text), *flags, "-o", str(folder / name)]
     subprocess.run(command, check=True, capture_output=True)
     text.unlink()
     return folder / name

@@ -42,7 +42,7 @@ def add(commands) -> None:
                        help="TOML with tables [[bridge]]: build, try and register each (docs/probe.md)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="leave out torch.compile, the slowest step")
     parser.add_argument("--patience", metavar="SECONDS", type=float,
-                        help="what one check may take before it is stopped (30; torch.compile what is left of 16)")  # fmt: skip
+                        help="what one check may take (30; torch.compile: the rest of 16)")
     parser.add_argument("--json", metavar="FILE|-", help="write the verdict and all steps as JSON")
 
 

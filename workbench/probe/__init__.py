@@ -6,7 +6,7 @@ process of its own. A vendor's function without a Python binding can become a ba
 
 from __future__ import annotations
 
-from workbench.probe.probing import Probe, probe
+from workbench.probe.probing import Probe, probe, register_bridges
 from workbench.probe.steps import FAIL, PASS, SKIP, Step
 
-__all__ = ["FAIL", "PASS", "SKIP", "Probe", "Step", "probe"]
+__all__ = ["FAIL", "PASS", "SKIP", "Probe", "Step", "probe", "register_bridges"]

@@ -27,9 +27,11 @@ def has_function(modules: list[str], name: str) -> tuple[str, list[str]]:
             continue
         if callable(getattr(found, name, None)):
             return f"{found.__name__}.{name} is callable", []
-        kind = "has no" if not hasattr(found, name) else f"has a {type(getattr(found, name)).__name__}, no function,"
+        if hasattr(found, name):
+            seen.append(f"{found.__name__}.{name} is of type {type(getattr(found, name)).__name__}, no function")
+            continue
         near = difflib.get_close_matches(name, dir(found), n=4, cutoff=0.5)
-        seen.append(f"{found.__name__} {kind} {name}" + (f" (near: {', '.join(near)})" if near else ""))
+        seen.append(f"{found.__name__} has no {name}" + (f" (near: {', '.join(near)})" if near else ""))
     raise Failed("; ".join(seen) or f"none of {', '.join(modules)} is there",
                  "build a bridge to the library's own function, or take another backend for this op alone",
                  "binding_lacks_function")  # fmt: skip

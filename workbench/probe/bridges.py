@@ -14,7 +14,7 @@ import ctypes
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Bridge:
     returns    type of its result; a symbol does not tell it, a header does
     is_status  whether a result other than 0 is an error
     devices, dtypes  what it serves, by torch's names; empty dtypes: any
+    library    file that has the function; empty: looked for in what is searched
     source     where the signature is known from
     """
 
@@ -79,6 +80,7 @@ class Bridge:
     is_status: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ()
+    library: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -165,7 +167,7 @@ def bridge_of(content: Mapping[str, Any], where: str = "bridge") -> Bridge:
 
 
 def read_bridges(path: Path) -> list[Bridge]:
-    """The tables `[[bridge]]` of a TOML file."""
+    """The tables `[[bridge]]` of a TOML file; a `library` that is no absolute path is one from the file's folder."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -173,7 +175,8 @@ def read_bridges(path: Path) -> list[Bridge]:
     tables = content.get("bridge")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise InputError(f"{path}: expected at least one table [[bridge]], found none")
-    return [bridge_of(table, f"{path}: bridge {n}") for n, table in enumerate(tables, start=1)]
+    bridges = [bridge_of(table, f"{path}: bridge {n}") for n, table in enumerate(tables, start=1)]
+    return [replace(b, library=str(path.resolve().parent / b.library)) if b.library else b for b in bridges]
 
 
 def refusal(bridge: Bridge, function: Function, declarations: Sequence[Declaration] = ()) -> str | None:
@@ -214,9 +217,15 @@ def source_of(bridge: Bridge, mangled: str) -> str:
     return f"""// Bridge {bridge.name} to {bridge.symbol}({', '.join(bridge.signature)}).
 #include <cstdint>
 #include <cstdio>
+#include <dlfcn.h>
 #include <exception>
 
 extern "C" {returns} target({', '.join(types)}) __asm__("{mangled}");
+
+extern "C" const char* workbench_bridge_library() {{
+    Dl_info found;
+    return dladdr(reinterpret_cast<void*>(&target), &found) ? found.dli_fname : "";
+}}
 
 static int say(char* error, int64_t size, const char* text) {{
     snprintf(error, static_cast<size_t>(size), "%s", text);
@@ -243,15 +252,28 @@ def build_bridge(bridge: Bridge, function: Function, library: Path, command: Seq
 
 
 class LoadedBridge:
-    """A built bridge in this process. Raises BackendError where the dynamic linker refuses it."""
+    """A built bridge in this process.
 
-    def __init__(self, bridge: Bridge, path: Path):
+    Raises BackendError where the dynamic linker refuses it, and where it took another library than `library`: of two
+    with the same soname a process loads one.
+    """
+
+    def __init__(self, bridge: Bridge, path: Path, library: Path):
         self.bridge = bridge
         try:
-            self._function = ctypes.CDLL(str(path)).workbench_bridge
+            loaded = ctypes.CDLL(str(path))
+            self._function, origin = loaded.workbench_bridge, loaded.workbench_bridge_library
         except (OSError, AttributeError) as error:
-            raise BackendError(f"bridge {bridge.name}: {path} cannot be loaded: {error}; remove it, so that it is "
-                               "built again") from error  # fmt: skip
+            raise BackendError(f"bridge {bridge.name}: {path} cannot be loaded: {error}; put the folder of what is "
+                               f"missing on LD_LIBRARY_PATH; if nothing is, remove {path.parent}, so that it is built "
+                               "again") from error  # fmt: skip
+        origin.restype = ctypes.c_char_p
+        taken = Path(origin().decode("utf-8", errors="replace")).resolve()
+        if taken != library.resolve():
+            raise BackendError(
+                f"bridge {bridge.name}: expected {bridge.symbol} of {library}, found that this process has it from "
+                f"{taken}, loaded before; start a new process, or use that library"
+            )
         self._function.restype = ctypes.c_int
 
     def call(self, values: Mapping[str, Tensor | int | float], device: torch.device) -> None:
@@ -336,28 +358,32 @@ def supports(call: Call) -> str | None:
 _registered: dict[tuple[str, str], Path] = {}
 
 
-def register_bridge(bridge: Bridge, path: Path) -> None:
-    """Make a built bridge a backend of its op, to be named like any other (`--backend op=name`).
+def register_bridge(bridge: Bridge, path: Path, library: Path) -> None:
+    """Make a bridge, built against `library`, a backend of its op, to be named like any other (`--backend op=name`).
 
     The same build again changes nothing. Raises BackendError where the name is another backend's, or the library
     cannot be loaded. The call is trusted from here on: `try_bridge` runs it in a process of its own first.
     """
     key = (bridge.op, bridge.name)
-    if _registered.get(key) == path and bridge.name in OPERATIONS[bridge.op].backends:
-        return
+    if bridge.name in OPERATIONS[bridge.op].backends:
+        if _registered.get(key) == path:
+            return
+        raise BackendError(f"op {bridge.op}: backend {bridge.name!r} is registered already; choose another name")
     dtypes = () if bridge.op == "alignment" else tuple(getattr(torch, name) for name in bridge.dtypes)
     register_backend(
-        bridge.op, bridge.name, runner(LoadedBridge(bridge, path)), supports,
+        bridge.op, bridge.name, runner(LoadedBridge(bridge, path, library)), supports,
         requires=Requires(devices=bridge.devices, dtypes=dtypes),
     )  # fmt: skip
     _registered[key] = path
 
 
-def try_bridge(bridge: dict[str, Any], path: str, device: str, dtype: str) -> tuple[str, list[str]]:
+def try_bridge(
+    bridge: dict[str, Any], path: str, library: str, device: str, dtype: str
+) -> tuple[str, list[str]]:
     """The check for a process of its own: load, call, compare with the op's reference."""
     declared = bridge_of(bridge)
     frame = FRAMES[declared.op]
-    run = runner(LoadedBridge(declared, Path(path)))
+    run = runner(LoadedBridge(declared, Path(path), Path(library)))
     args, named = frame.sample(torch.device(device), getattr(torch, dtype))
     expected = backend_named(declared.op, "reference").run(*args, **named)
     with torch.no_grad():

@@ -50,8 +50,8 @@ def run_tasks(
     tasks: Sequence[Task], *, limit_s: float, started: Callable[[str], None] = lambda name: None,
     environment: dict[str, str] | None = None, late: str = FAIL,
 ) -> list[Step]:  # fmt: skip
-    """One step for each task, in their order. A child that is not done after `limit_s` seconds is killed, and what it
-    was at becomes a FAIL, or the outcome `late`."""
+    """One step for each task, in their order. A check that is not done after `limit_s` seconds is killed, with its
+    child and all that this one started, and becomes a FAIL, or the outcome `late`."""
     steps: list[Step] = []
     while len(steps) < len(tasks):
         steps += _one_child(tasks[len(steps) :], limit_s, started, environment, late)
@@ -74,7 +74,7 @@ def _one_child(
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**inherited, "PYTHONPATH": os.pathsep.join(paths)},
             )  # fmt: skip
-        begun = time.monotonic()
+        begun = time.monotonic()  # of the check that it is at
         is_late, seen = False, 0
         try:
             while child.poll() is None:
@@ -83,6 +83,7 @@ def _one_child(
                     break
                 lines = _lines(results)
                 for line in lines[seen:]:
+                    begun = time.monotonic()
                     if "start" in line:
                         started(tasks[line["start"]].name)
                 seen = len(lines)

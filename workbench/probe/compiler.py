@@ -111,7 +111,7 @@ def build(
             part for library in libraries
             for part in ("-Xlinker", "-rpath", "-Xlinker", str(Path(library).resolve().parent))
         ]  # fmt: skip
-        command = [*compiler, *flags, str(text), *map(str, libraries), *places, "-o", str(product)]
+        command = [*compiler, *flags, str(text), *map(str, libraries), *places, "-ldl", "-o", str(product)]
         done = _run(command)
         if done.returncode or not product.is_file():
             raise _refused(command, done)

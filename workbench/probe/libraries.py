@@ -81,6 +81,15 @@ class Library:
         return frozenset(symbol.name for symbol in self.symbols if symbol.is_defined)
 
 
+def check_search(search: Sequence[Path]) -> None:
+    """Raises InputError for a folder or file to search that is not there or cannot be read."""
+    for entry in search:
+        if not entry.exists():
+            raise InputError(f"--search {entry}: expected a folder or a library file, found nothing there")
+        if not os.access(entry, os.R_OK):
+            raise InputError(f"--search {entry}: expected a folder or file that this user may read")
+
+
 def find_libraries(search: Sequence[Path] = ()) -> tuple[list[Place], list[str]]:
     """(library files, each once by its real path; folders that cannot be read, with the reason).
 
@@ -95,11 +104,8 @@ def find_libraries(search: Sequence[Path] = ()) -> tuple[list[Place], list[str]]
         if real.is_file():
             found.setdefault(real, Place(path, how))
 
+    check_search(search)
     for entry in search:
-        if not entry.exists():
-            raise InputError(f"--search {entry}: expected a folder or a library file, found nothing there")
-        if not os.access(entry, os.R_OK):
-            raise InputError(f"--search {entry}: cannot be read; expected a folder or file that this user may read")
         for path in [entry] if entry.is_file() else libraries_below(entry, unreadable):
             keep(path, f"--search {entry}")
     for folder in package_folders():

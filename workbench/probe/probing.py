@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.analysis.verdict import Verdict
+from workbench.errors import BackendError
 from workbench.probe.child import Task, run_tasks
-from workbench.probe.libraries import Place, find_libraries
+from workbench.probe.libraries import Place, check_search, find_libraries
 from workbench.probe.steps import PASS, SKIP, Step, verdict_of
+from workbench.probe.vendor_names import check_vendor
 
 if TYPE_CHECKING:
     from workbench.probe.bridges import Bridge
@@ -51,6 +53,8 @@ def probe(
     Bridges that pass are backends of this process afterwards. Raises InputError for options that cannot be meant.
     """
     begun = time.monotonic()
+    check_search(search)
+    check_vendor(vendor, symbols)
     limit_s = patience_s or PATIENCE_S
     with ThreadPoolExecutor(max_workers=3) as pool:
         looking = pool.submit(find_libraries, search)
@@ -75,6 +79,24 @@ def probe(
         )  # fmt: skip
         steps += [_unreadable(unreadable)] if unreadable else []
     return Probe((*steps, *more), device, tuple(own.registered), time.monotonic() - begun)
+
+
+def register_bridges(
+    bridges: Sequence[Bridge], *, search: Sequence[Path] = (), device: str = "cpu", patience_s: float = PATIENCE_S
+) -> list[str]:
+    """Build, try and register bridges and nothing else: a process that names their backends does this first.
+
+    Gives ``op=name`` of each. Raises BackendError with what the step found and what to do for one that is no backend
+    afterwards, InputError for a folder to search that is not there.
+    """
+    from workbench.probe.vendor_steps import VendorSteps
+
+    own = VendorSteps(device, find_libraries(search)[0] if search else [], search, patience_s, lambda name: None)
+    for step in own.registered_bridges(bridges):
+        if step.outcome != PASS:
+            lines = "; ".join(step.details)
+            raise BackendError(f"{step.name}: {step.found}; {lines}; next: {step.next_step}")
+    return own.registered
 
 
 def _torch_imports() -> Task:

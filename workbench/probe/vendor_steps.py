@@ -63,6 +63,11 @@ class VendorSteps:
             steps.append(self.of_bridge(bridge, list(dict.fromkeys(candidates))))
         return steps
 
+    def registered_bridges(self, bridges: Sequence[Bridge]) -> list[Step]:
+        """Only the bridges, each in the library that it names or in what was searched."""
+        searched = [place for place in self.places if place.how.startswith("--search")]
+        return [self.of_bridge(bridge, searched) for bridge in bridges]
+
     def library(self, path: Path) -> Library | LibraryFault:
         """A library's tables, read once."""
         if path not in self._read:
@@ -216,7 +221,8 @@ class VendorSteps:
         bridge = self._bridge_step(f"{name}: bridge", vendor, wanted, found, has_binding)
         if binding is None:
             why = "there is none" if module.outcome == SKIP else "it does not import"
-            is_fault = bridge.outcome != PASS and module.outcome == SKIP and bool(found)
+            # An absent symbol is told as such; a library without any way into it is what is left to tell.
+            is_fault = bridge.outcome != PASS and module.outcome == SKIP and symbol.outcome != FAIL and bool(libraries)
             binding = Step(name=f"{name}: Python binding", op=wanted.op, found=f"no Python module to ask: {why}",
                            outcome=FAIL if is_fault else SKIP, cause_id="binding_absent" if is_fault else None,
                            next_step=_instead(wanted) if is_fault else None)  # fmt: skip
@@ -230,6 +236,16 @@ class VendorSteps:
         has_binding: bool,
     ) -> Step:  # fmt: skip
         name = f"{name}: symbol"
+        if not wanted.symbols:
+            names = [f"{lib.path.name}: {f.shown}" for lib in libraries
+                     for f in functions(s.name for s in lib.symbols if s.is_defined and s.is_function)
+                     if wanted.word in f.shown]  # fmt: skip
+            return Step(
+                name=name, op=wanted.op, outcome=SKIP, details=tuple(names[:SHOWN]),
+                found=f"the name of its C++ function is not known; {len(names)} functions with {wanted.word!r} in "
+                "their names are exported",
+                next_step="a bridge to one of them can be declared, docs/probe.md" if names else None,
+            )  # fmt: skip
         if found:
             library, first = found[0]
             kind = "a C name" if first.arguments is None else "mangled"
@@ -280,14 +296,17 @@ class VendorSteps:
     def of_bridge(
         self, bridge: Bridge, places: Sequence[Place], name: str | None = None, folders: list[Path] | None = None
     ) -> Step:
-        """A bridge that must work: the user's own, or ours to torch."""
+        """A bridge that must work, the user's own or ours to torch, in one of `places` or the library that it names."""
         name = name or f"bridge {bridge.name}"
         self.started(name)
+        if bridge.library:
+            places = [Place(Path(bridge.library), "the bridge's own")]
+        faults: list[LibraryFault] = []
         refused: list[str] = []
         for place in places:
             library = self.library(place.path)
             if isinstance(library, LibraryFault):
-                refused.append(str(library))
+                faults.append(library)
                 continue
             for function in self._matching(library, (bridge.symbol,)):
                 near = header_folders(place.path, package_folders()) if folders is None else folders
@@ -295,13 +314,17 @@ class VendorSteps:
                 if not isinstance(step, str):
                     return step
                 refused.append(step)
+        unread = tuple(map(str, faults[:SHOWN]))
         if refused:
-            return Step(name=name, op=bridge.op, outcome=FAIL, found=refused[0], details=tuple(refused[1:SHOWN]),
+            return Step(name=name, op=bridge.op, outcome=FAIL, found=refused[0], details=(*refused[1:SHOWN], *unread),
                         cause_id="signature_differs",
                         next_step="correct the declaration to the signature found")  # fmt: skip
+        if bridge.library and faults:
+            return Step(name=name, op=bridge.op, outcome=FAIL, found=unread[0], cause_id=faults[0].cause_id,
+                        next_step=_repair(faults[0]))  # fmt: skip
         where = f"{len(places)} libraries" if places else "no library: none was named by --search or --vendor"
         return Step(name=name, op=bridge.op, outcome=FAIL, found=f"{bridge.symbol} is exported by none of {where}",
-                    cause_id="symbol_absent",
+                    cause_id="symbol_absent", details=unread,
                     next_step="name the folder of the library with --search, and the function as its symbols have it "
                     "(`nm -DC FILE`)")  # fmt: skip
 
@@ -342,8 +365,8 @@ class VendorSteps:
         dtype = bridge.dtypes[0] if bridge.dtypes else "float32"
         (tried,) = run_tasks(
             [Task(name=name, function="workbench.probe.bridges:try_bridge", op=bridge.op, cause_id="bridge_fails",
-                  arguments={"bridge": bridge.to_json(), "path": str(built.path), "device": self.device,
-                             "dtype": dtype},
+                  arguments={"bridge": bridge.to_json(), "path": str(built.path), "library": str(library),
+                             "device": self.device, "dtype": dtype},
                   next_step="hold the arguments against the vendor's header; correct the declaration")],
             limit_s=self.patience_s,
         )  # fmt: skip
@@ -351,7 +374,7 @@ class VendorSteps:
             return replace(tried, details=(*details, *tried.details), found=f"{how}; {tried.found}",
                            seconds=time.monotonic() - begun)  # fmt: skip
         try:
-            register_bridge(bridge, built.path)
+            register_bridge(bridge, built.path, library)
             said = self._by_name(bridge, dtype)
         except (BackendError, Failed) as error:
             return end(FAIL, f"{how}; {tried.found}; as a backend: {told(error)}",
@@ -412,7 +435,7 @@ def _agreed(library: Library) -> str:
 def _repair(fault: LibraryFault) -> str:
     return {
         "wrong_architecture": "install the package for this machine's architecture",
-        "unreadable_library": "run as a user who may read it",
+        "unreadable_library": "name a file that is there and that this user may read",
         "tables_disagree": "the file is damaged or packed: compare its checksum with the vendor's and copy it again",
     }.get(fault.cause_id, "copy or install the file again, and compare its checksum with the vendor's")
 

@@ -2,28 +2,31 @@
 
 No card of these vendors was at hand. The names of ixformer's functions are those that a vLLM of the vendor calls on its
 Python module; the C++ functions behind them were never seen, so that the bridges below are declared for the signatures
-that vLLM's own functions of that name have. Another signature is refused and shown.
+that vLLM's own functions of that name have. Another signature is refused and shown. Of the corex libraries no C++
+function is known at all: what they export is listed.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from workbench.errors import InputError
 from workbench.probe.bridges import Bridge
+from workbench.probe.vendor_names import check_vendor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """A function to look for: as the Python binding names it, and as C++ symbols may.
 
+    symbols    names that the C++ function may have, the likeliest first; empty where none is known
+    word       part of names to list then, for a bridge to be declared from
     op         of ours, which it computes; None where none takes it alone
     instead    the backend of that op that serves without it
     """
 
     binding: str
-    symbols: tuple[str, ...]
+    symbols: tuple[str, ...] = ()
+    word: str = ""
     op: str | None = None
     instead: str | None = None
 
@@ -83,11 +86,10 @@ IXFORMER = Vendor(
 )  # fmt: skip
 
 
-def _corex(name: str, symbols: tuple[str, ...], op: str, instead: str, binding: str) -> Vendor:
+def _corex(name: str, binding: str, word: str, op: str, instead: str) -> Vendor:
     return Vendor(
-        name=name, modules=(name, f"vllm.{name}"), libraries=(f"lib{name}", f"/{name}"),
-        folders=("/opt/sw_home/local/lib64",),
-        wanted=(Wanted(binding=binding, symbols=symbols, op=op, instead=instead),),
+        name=name, modules=(name,), libraries=(f"lib{name}", f"/{name}"), folders=("/opt/sw_home/local/lib64",),
+        wanted=(Wanted(binding=binding, word=word, op=op, instead=instead),),
     )  # fmt: skip
 
 
@@ -96,10 +98,9 @@ VENDORS = {
     vendor.name: vendor
     for vendor in (
         IXFORMER,
-        _corex("corex_gdn", ("gdn_prefill", "gdn_decode", "gdn_forward"), "gated_delta_rule", "torch_chunk",
-               "CoreXGDN"),
-        _corex("corex_moe", ("moe_forward", "fused_moe"), "experts", "torch_sorted", "moe_forward"),
-        _corex("corex_fa2", ("flash_attn_fwd", "fa2_forward"), "attention", "torch_sdpa", "flash_attn_func"),
+        _corex("corex_gdn", "CoreXGDN", "gdn", "gated_delta_rule", "torch_chunk"),
+        _corex("corex_moe", "moe_forward", "moe", "experts", "torch_sorted"),
+        _corex("corex_fa2", "fa2_packed_prefill", "fa2", "attention", "torch_sdpa"),
     )
 }
 
@@ -107,18 +108,10 @@ VENDORS = {
 def vendor_named(name: str, symbols: tuple[str, ...] = ()) -> Vendor:
     """A known vendor, with `symbols` to look for beside its own; any other name is a package's with these alone.
 
-    Raises InputError for what is no name of a package, and for one that nothing is known of without `symbols`.
+    Raises InputError as `vendor_names.check_vendor`.
     """
+    check_vendor(name, symbols)
     more = tuple(Wanted(binding=symbol.rpartition("::")[2], symbols=(symbol,)) for symbol in symbols)
     if name in VENDORS:
-        known = VENDORS[name]
-        return Vendor(name=name, modules=known.modules, libraries=known.libraries, wanted=(*known.wanted, *more),
-                      folders=known.folders, bridges=known.bridges)  # fmt: skip
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        raise InputError(f"--vendor {name!r}: expected one of {', '.join(VENDORS)}, or the name of a Python package")
-    if not symbols:
-        raise InputError(
-            f"--vendor {name}: expected one of {', '.join(VENDORS)}; of another package name the functions to look for "
-            "with --symbol"
-        )
+        return replace(VENDORS[name], wanted=(*VENDORS[name].wanted, *more))
     return Vendor(name=name, modules=(name,), libraries=(name.partition(".")[0],), wanted=more)
