@@ -639,7 +639,7 @@ def test_symbols_of_every_form_of_elf(kit, tmp_path, wide, little):
 
 
 def test_symbols_are_found_absent_mangled_or_asked_for(kit, tmp_path):
-    here = {"x86_64": 62, "aarch64": 183}[platform.machine()]
+    here = {"x86_64": 62, "aarch64": 183, "arm64": 183}[platform.machine()]
     path = tmp_path / "vendor.so"
     path.write_bytes(elf(SYMBOLS, machine=here))
     assert kit.find_symbol(str(path), "topk_softmax") == ("PASS", "defined")
@@ -655,6 +655,7 @@ def test_symbols_are_found_absent_mangled_or_asked_for(kit, tmp_path):
     assert "damaged" in kit.find_symbol(str(path), "x")[1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="shared objects of other systems are no ELF files")
 def test_symbols_of_a_real_library_are_those_of_nm(kit):
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     _, found = kit.elf_symbols(str(library))
@@ -666,7 +667,7 @@ def test_symbols_of_a_real_library_are_those_of_nm(kit):
 
 def test_probe_looks_into_folders(copy, tmp_path):
     (tmp_path / "lib").mkdir()
-    here = {"x86_64": 62, "aarch64": 183}[platform.machine()]
+    here = {"x86_64": 62, "aarch64": 183, "arm64": 183}[platform.machine()]
     (tmp_path / "lib" / "libvendor.so.3").write_bytes(elf(SYMBOLS, machine=here))
     words = ["--symbol", "topk_softmax", "--symbol", "nosuch", "--lib", tmp_path / "lib"]
     out = run(sys.executable, copy, "probe", "--quick", *words, check=1)
