@@ -15,6 +15,7 @@ from workbench.kernels.alignment import spec as alignment_spec
 from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec as rule_spec
 from workbench.kernels.machine import this_machine
+from workbench.kernels.out_of_memory import is_out_of_memory
 from workbench.kernels.registry import OPERATIONS, Operation, register_backend
 from workbench.kernels.requirements import MissingSymbol, Requires, forget_symbols, load_symbol
 from workbench.kernels.workspace import Workspace
@@ -269,6 +270,16 @@ def test_declared_inputs_are_restored_and_undeclared_ones_refuse_the_retry(opera
     put_first(operations, "linear", run, mutates=("x",))
     with pytest.warns(BackendWarning):
         assert same(Kernels(strict=False).linear(x.clone(), weight), x @ weight.T)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_memory_that_ran_out_is_told_at_once_and_replaces_nothing(operations, is_named):
+    flaky = Flaky("linear", 9, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    put_first(operations, "linear", flaky.run)
+    kernels = Kernels("linear=toy" if is_named else None, strict=False)
+    with pytest.raises(BackendFailure, match=r"failed at call: OutOfMemoryError: CUDA out of memory") as caught:
+        CALLS["linear"](kernels)
+    assert flaky.calls == 1 and is_out_of_memory(caught.value) and row_of(kernels, "linear").retries == 0
 
 
 # ---- requirements

@@ -41,7 +41,7 @@ import itertools
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
@@ -53,6 +53,7 @@ from workbench.cache import Cache, DeltaCache
 from workbench.errors import InputError, WorkbenchError, one_line
 from workbench.generation import check_settings, sample
 from workbench.kernels.dispatch import STATE_INPUTS, Site
+from workbench.kernels.out_of_memory import chain_of, is_out_of_memory
 from workbench.kernels.registry import Backend, Call, operation_named
 from workbench.memory_table import HeldTensor, MemoryTable, cache_tensors, in_use_on, memory_table, storage_of
 from workbench.model import CausalLM, DecoderLayer, ModelOutput
@@ -60,8 +61,6 @@ from workbench.taps import full_name
 
 #: A step is run this often at most.
 ATTEMPTS = 2
-#: How torch's allocator for the CPU begins its complaint; it has no type of its own (c10/core/impl/alloc_cpu.cpp).
-CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 class RecoveryWarning(UserWarning):
@@ -125,34 +124,9 @@ class RecoveryCount:
     failed: int
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator failed: torch.OutOfMemoryError, MemoryError, torch's CPU allocator, or one as a cause.
-
-    Backends' failures are wrapped, so the chain of `__cause__` is followed. What a library says in words of its own
-    (CUBLAS_STATUS_ALLOC_FAILED and the like) is no allocator's error and may have left a broken handle behind.
-    """
-    return any(
-        isinstance(link, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(link, RuntimeError) and CPU_ALLOCATOR in str(link))
-        for link in _chain(error, with_context=False)
-    )
-
-
-def _chain(error: BaseException, *, with_context: bool) -> Iterator[BaseException]:
-    """An error and its causes, outermost first; with all that was being handled if asked for."""
-    waiting, seen = [error], set()
-    while waiting:
-        link = waiting.pop(0)
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        waiting += [link.__cause__, link.__context__] if with_context else [link.__cause__]
-
-
 def drop_frames(error: BaseException) -> None:
     """Let go of the tensors that the frames of an error hold; type, text and causes stay."""
-    for link in _chain(error, with_context=True):
+    for link in chain_of(error, with_context=True):
         traceback.clear_frames(link.__traceback__)  # somebody else may hold a frame
         link.__traceback__ = None
 
@@ -203,7 +177,7 @@ class _Kept:
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
     """(frame, line) of the functions below the step, outermost first, through the chain of causes."""
     found = []
-    for depth, link in enumerate(_chain(error, with_context=False)):
+    for depth, link in enumerate(chain_of(error, with_context=False)):
         frames = list(traceback.walk_tb(link.__traceback__))
         found += frames[1:] if depth == 0 else frames  # the first is our own and still runs
     # Of a module's body `f_locals` are its globals.
@@ -229,7 +203,7 @@ class _Seen:
     @classmethod
     def of(cls, error: BaseException, model: CausalLM, caches: Iterable[Cache]) -> _Seen:
         """Read the frames of `error`; tensors of the weights and of `caches` are no activations."""
-        causes = [link for link in _chain(error, with_context=False) if is_out_of_memory(link)]
+        causes = [link for link in chain_of(error, with_context=False) if is_out_of_memory(link)]
         seen = cls(error=_first_line(causes[-1]), in_use=in_use_on(model.device))
         known = itertools.chain(model.parameters(), model.buffers(), *map(cache_tensors, caches))
         storages = {storage_of(tensor) for tensor in known}

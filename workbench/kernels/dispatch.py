@@ -4,7 +4,8 @@ A failure is an error that names op, backend and every input. Only where the use
 `--lenient`) the call is repeated once, from inputs as they were; if it fails again, a backend that the user named is an
 error, and one that was chosen automatically is replaced by the next of the order: warned of, counted, attested. Inputs
 that may be half updated (recurrent state, convolution window, what a backend declares in `mutates`) are copied before a
-lenient call and restored before it is repeated.
+lenient call and restored before it is repeated. A call that ran out of memory is not repeated here: `recovery` frees
+what it can and repeats the whole step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BackendError, BackendFailure, BackendWarning, WorkbenchError, one_line
+from workbench.kernels.out_of_memory import is_out_of_memory
 from workbench.kernels.registry import Backend, Call, Resolution, operation_named, resolve
 from workbench.kernels.requirements import dtype_name
 
@@ -107,8 +109,10 @@ class Site:
             except Exception as error:  # whatever it is, it is told: repeated, replaced or raised
                 self._raise_unless_of_backend(error)
                 kept.restore(error)
-                if repeated and self.is_named:
+                if is_out_of_memory(error):  # nothing is freed in between, and another backend needs memory as well
                     raise self._failure(error, args, named) from error
+                if repeated and self.is_named:
+                    raise self._failure(error, args, named, again=True) from error
                 if repeated:
                     self._replace(error, args, named)
                 else:
@@ -123,7 +127,7 @@ class Site:
         try:
             chosen = resolve(self.call, None, self.card, self.failed)
         except BackendError as none_left:
-            raise self._failure(error, args, named, f"; {none_left}") from error
+            raise self._failure(error, args, named, f"; {none_left}", again=True) from error
         self._say(f"failed twice and is replaced by {chosen.backend.name} from here on: {_said(error)}")
         self.calls -= 1
         self.past += [self._row()] if self.calls else []
@@ -134,7 +138,9 @@ class Site:
         text = one_line(f"op {self.call.op}: backend {self.resolution.backend.name} {what}")
         warnings.warn(text, BackendWarning, stacklevel=6)
 
-    def _failure(self, error: Exception, args: tuple, named: dict[str, Any], more: str = "") -> BackendFailure:
+    def _failure(
+        self, error: Exception, args: tuple, named: dict[str, Any], more: str = "", again: bool = False,
+    ) -> BackendFailure:
         op, name = self.call.op, self.resolution.backend.name
         late = (
             " CUDA tells of errors late: repeat with CUDA_LAUNCH_BLOCKING=1 to be sure of the op;"
@@ -142,7 +148,7 @@ class Site:
         )  # fmt: skip
         inputs = _by_name(self.resolution.backend, args, named)
         given = "; ".join(_shown(key, value) for key, value in inputs.items())
-        again = "a second time " if not self.strict else ""
+        again = "a second time " if again else ""
         text = (
             f"op {op}: backend {name} failed {again}at call: {_said(error)}{more}; given {given};{late} next: name "
             f"another with --backend {op}=NAME (`workbench backends --op {op}` lists them), or hold this one to its "
