@@ -183,6 +183,7 @@ BAD_INPUTS = [
     (["report", "--card", "b200"], "card 'b200': expected one of a100, bi-v100, cpu"),
     (["rehearse", "{checkpoint}", "--ids", "1"], "--card: expected the card to rehearse, found none"),
     (["rehearse", "{checkpoint}", "--ids", "1", "--card", "b200"], "card 'b200': expected one of a100, bi-v100, cpu"),
+    (["rehearse", "{checkpoint}", "--card", "t4"], "--prompt: expected a prompt to run, found none"),
     (["rehearse", "{none}", "--ids", "1", "--card", "t4"], "{none}: expected a directory, found nothing there"),
     (["rehearse", "{checkpoint}", "--ids", "1", "--card", "t4", "--length", "0"], "length: expected at least 1"),
     (["report", "--notebook", "99"], "--notebook 99: no such notebook"),

@@ -131,10 +131,12 @@ def test_a_card_that_is_too_small(tmp_path):
 
 def test_overflow_of_float16_is_found_with_a_remedy_and_its_price(overflowing):
     report = rehearse(overflowing, "bi-v100", IDS[:40])
-    assert report.verdict.is_fault and report.verdict.cause_id in (OVERFLOW, NOT_FINITE)
-    assert report.readiness.verdict.cause_id == OVERFLOW
-    remedy = next(c for c in report.changes if c.what == report.readiness.verdict.fix)
-    assert remedy.must and "proven by a rerun" in remedy.cost
+    assert report.verdict.cause_id == OVERFLOW and "down_proj" in report.verdict.verdict
+    assert report.verdict.where.layer == 2 and report.verdict.fix == report.readiness.verdict.fix
+    remedy = next(c for c in report.changes if c.what.startswith(report.readiness.remedy.name))
+    assert remedy.must and "proven by a rerun" in remedy.cost and "times 2^" in remedy.what
+    plain = rehearse(overflowing, "bi-v100", IDS[:40], with_readiness=False)
+    assert plain.verdict.cause_id == NOT_FINITE and "workbench trace --card bi-v100" in plain.verdict.fix
     assert not rehearse(overflowing, "a100", IDS[:40]).verdict.is_fault  # bfloat16 has the range
 
 
@@ -189,6 +191,22 @@ def test_command_line(tmp_path, capsys):
     assert (content["memory"]["length"], content["memory"]["sequences"]) == (100, 2)
     assert main([*arguments, "--backend", "gated_delta_rule=reference", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["error"] is None
+
+
+def test_a_plan_needs_no_run_and_no_prompt(capsys):
+    witness = Witness()
+    with witness:
+        report = rehearse(MINIATURE, "bi-v100", (), with_run=False)
+    assert "aten::mm" not in witness.ran and report.verdict.verdict.startswith("Fits Iluvatar BI-V100 32 GB in float16")
+    assert report.ops.empty and report.seconds["prompt of 2,048 tokens"][0] > 0
+    rule = report.costs[report.costs["op"] == "gated_delta_rule"].iloc[0]
+    assert rule["dtype"] == "float32" and rule["factor"] > 1
+    assert "Nothing was run." in card_page(report, "workbench rehearse")
+    assert rehearse(MINIATURE, "cpu", (), with_run=False).verdict.confidence == "not_established"
+    small = rehearse(MINIATURE, replace(BI_V100, memory_bytes=1_000_000), (), with_run=False)
+    assert small.verdict.cause_id == DOES_NOT_FIT
+    assert main(["rehearse", str(MINIATURE), "--card", "h200", "--plan-only"]) == 0
+    assert capsys.readouterr().out.startswith("Fits NVIDIA H200")
 
 
 def test_the_models_own_option_runs_under_the_limits(capsys):

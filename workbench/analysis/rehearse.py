@@ -25,7 +25,7 @@ from torch import Tensor
 from workbench.analysis.costs import OpCost, op_costs, price_of, total_seconds
 from workbench.analysis.half_precision import Readiness, fp16_readiness
 from workbench.analysis.memory_plan import UTILISATION, MemoryPlan, memory_plan, weights_in_files
-from workbench.analysis.verdict import Verdict, Where
+from workbench.analysis.verdict import NOT_ESTABLISHED, Verdict, Where
 from workbench.analysis.wording import counted, duration_text, size_text
 from workbench.cards import Card, card_named
 from workbench.config import ModelConfig
@@ -44,6 +44,9 @@ CANNOT_RUN, DOES_NOT_FIT, NOT_FINITE = "card_cannot_run", "does_not_fit", "not_f
 
 #: Tokens of one pass in the table of costs, and the context of a step of decoding there.
 PREFILL = 2048
+
+#: What this package computes the delta rule in, for a plan without a run.
+RULE_DTYPE = {"gated_delta_rule": "float32"}
 
 #: How a backend says that the card could run it and this machine cannot (`kernels.requirements`).
 CAN_RUN = " can run it"
@@ -153,9 +156,9 @@ def rehearse(
     backend: str | None = None, policy: NumericsPolicy | str | None = None, router_dtype: str | None = None,
     device: str = "cpu", expert_layout: str | None = None, strict: bool = True, length: int | None = None,
     sequences: int = 1, prefill: int = PREFILL, utilisation: float = UTILISATION, with_readiness: bool = True,
-    progress: Callable[[str], None] | None = None,
+    with_run: bool = True, progress: Callable[[str], None] | None = None,
 ) -> Rehearsal:  # fmt: skip
-    """Rehearse `card` with the prompt `ids` on this machine's `device`.
+    """Rehearse `card` with the prompt `ids` on this machine's `device`; `with_run=False` needs none.
 
     dtype, backend, policy, router_dtype, expert_layout, strict
                     as `load` has them; `dtype` None is the card's
@@ -163,6 +166,7 @@ def rehearse(
                     what memory is planned for; length None is the model's longest
     prefill         tokens of a pass in the plan and in the table of costs
     with_readiness  whether float16 is tried with remedies, where the card runs models in float16
+    with_run        False for a checkpoint that this machine cannot hold: memory and times alone, from the headers
     progress        is called with a line before each part
 
     A backend, policy or dtype that the card cannot serve is no error but the verdict. Raises InputError,
@@ -171,12 +175,23 @@ def rehearse(
     started = time.monotonic()
     say = progress or (lambda line: None)
     card = card if isinstance(card, Card) else card_named(card)
-    if not ids:
+    if not ids and with_run:
         raise InputError("prompt: expected at least one token, found none; give some text")
     dtype = card.model_dtype if dtype is None else dtype
     config, weights = weights_in_files(checkpoint, dtype, expert_layout=expert_layout)
     plan = memory_plan(config, card, dtype=dtype, length=length, sequences=sequences, prompt=prefill,
                        utilisation=utilisation, weights=weights)  # fmt: skip
+    stored = _stored(checkpoint)
+    if not with_run:
+        products, ops = _products(card, ()), _ops(card, ())
+        costs, seconds = _costs(config, card, dtype, products, prefill)
+        changes = [_memory_change(plan)] if plan.fits is False else []
+        changes += [] if dtype == stored else [_dtype_change(card, dtype, stored, None, None)]
+        return Rehearsal(
+            card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=0,
+            verdict=_plan_verdict(card, dtype, plan), changes=tuple(changes), ops=ops, products=products, costs=costs,
+            seconds=seconds, readiness=None, plan=plan, accuracy=None, error=None, elapsed=time.monotonic() - started,
+        )  # fmt: skip
     common = {"router_dtype": router_dtype, "device": device, "expert_layout": expert_layout}
     asked = {**common, "backend": backend, "policy": policy, "strict": strict}
     input_ids = torch.tensor([list(ids)], device=device)
@@ -187,7 +202,7 @@ def rehearse(
     if ran.error is not None and (backend is not None or policy is not None):
         say("the same with backends and policy chosen automatically")
         plain = _under_limits(checkpoint, card, dtype, input_ids, {**common, "strict": strict})
-    accuracy, stored, finite_wide = None, _stored(checkpoint), True
+    accuracy, finite_wide = None, True
     if ran.logits is not None:
         say("the same prompt in float32 and as stored, without limits")
         accuracy, finite_wide = _accuracy(checkpoint, input_ids, ran.logits, asked)
@@ -312,7 +327,7 @@ def _costs(
     config: ModelConfig, card: Card, dtype: str, products: pd.DataFrame, prefill: int
 ) -> tuple[pd.DataFrame, dict[str, tuple[float | None, float | None]]]:
     """(COST_COLUMNS, phase -> least seconds as it ran and in the card's model dtype throughout)."""
-    ran_in = _dtypes_of(products) if len(products) else {}
+    ran_in = _dtypes_of(products) if len(products) else RULE_DTYPE
     rows: list[tuple] = []
     totals: dict[str, tuple[float | None, float | None]] = {}
     for phase, settings in (
@@ -369,32 +384,44 @@ def _verdict(
             fix=None if plain is None or plain.error is not None else
             "leave --backend and --policy to the automatic choice: that run ends well under the same limits",
         )  # fmt: skip
-    if ran.logits is not None and not bool(ran.logits.isfinite().all()):
-        if not finite_wide:
-            return Verdict(
-                "Not finite on the card, and not in float32 either: the card is not what is at fault", Where(),
-                NOT_FINITE, tuple(evidence), fix="find the cause in float32 first: workbench trace --dtype float32",
-            )  # fmt: skip
-        where = Where() if readiness is None else readiness.verdict.where
-        fix = None if readiness is None else readiness.verdict.fix
-        return Verdict(f"Runs on {card.title}, but its logits are not finite in {dtype}", where, NOT_FINITE,
-                       tuple(evidence), fix=fix)  # fmt: skip
     if plan.fits is False:
-        what = (
-            f"its weights alone take {size_text(plan.weights)}" if plan.free is not None and plan.free < 0
-            else f"{counted(plan.sequences, 'sequence')} of {plan.length:,} tokens need {size_text(plan.needed)}"
-        )  # fmt: skip
+        return replace(_plan_verdict(card, dtype, plan), evidence=tuple(evidence))
+    if not finite_wide:
         return Verdict(
-            f"Does not fit {card.title}: {what} in {dtype}, {size_text(plan.usable)} of the card can be used", Where(),
-            DOES_NOT_FIT, tuple(evidence), fix=_memory_change(plan).what,
+            "Not finite on the card, and not in float32 either: the card is not what is at fault", Where(), NOT_FINITE,
+            tuple(evidence), fix="find the cause in float32 first: workbench trace --dtype float32",
         )  # fmt: skip
     if readiness is not None and readiness.verdict.is_fault:
         inner = readiness.verdict
-        return replace(inner, verdict=f"Runs on {card.title}, but float16 does not serve: {inner.verdict}",
-                       evidence=(*evidence[:-1], *inner.evidence))  # fmt: skip
+        sentence = f"On {card.title}: {inner.verdict[:1].lower()}{inner.verdict[1:]}"
+        return replace(inner, verdict=sentence, evidence=(*evidence[:-1], *inner.evidence))
+    if ran.logits is not None and not bool(ran.logits.isfinite().all()):
+        return Verdict(
+            f"Runs on {card.title}, but its logits are not finite in {dtype}", Where(), NOT_FINITE, tuple(evidence),
+            fix=f"find the op: workbench trace --card {card.name} --dtype {dtype}",
+        )  # fmt: skip
     unknown = "" if plan.fits is not None else "; whether it fits is not known"
     return Verdict(f"Runs on {card.title} in {dtype}: every op is served within the limits of its profile{unknown}",
                    evidence=tuple(evidence), confidence="likely")  # fmt: skip
+
+
+def _plan_verdict(card: Card, dtype: str, plan: MemoryPlan) -> Verdict:
+    """Of the memory alone."""
+    evidence = (_memory_sentence(plan),)
+    asked = f"{counted(plan.sequences, 'sequence')} of {plan.length:,} tokens"
+    if plan.fits is None:
+        return Verdict(f"Whether it fits {card.title} is not known", evidence=evidence, confidence=NOT_ESTABLISHED)
+    if plan.fits:
+        return Verdict(f"Fits {card.title} in {dtype}: {asked} need {size_text(plan.needed)} of "
+                       f"{size_text(plan.usable)} that can be used", evidence=evidence)  # fmt: skip
+    what = (
+        f"its weights alone take {size_text(plan.weights)}" if plan.free < 0
+        else f"{asked} need {size_text(plan.needed)}"
+    )  # fmt: skip
+    return Verdict(
+        f"Does not fit {card.title}: {what} in {dtype}, {size_text(plan.usable)} of the card can be used", Where(),
+        DOES_NOT_FIT, evidence, fix=_memory_change(plan).what,
+    )  # fmt: skip
 
 
 def _op_in(error: str) -> str | None:
@@ -459,16 +486,7 @@ def _changes(
     if plan.fits is False:
         changes.append(_memory_change(plan))
     if dtype != stored:
-        over, flushed = ran.narrowed
-        lost = f"{over:,} weights overflow and {flushed:,} become zero on load"
-        off = "" if accuracy is None or not accuracy["card"] or not math.isfinite(accuracy["card"]) else (
-            f"; logits off by {accuracy['card']:.2g} of the largest ({accuracy['as_stored']:.2g} as stored)"
-        )  # fmt: skip
-        why = f"the card runs models in {card.model_dtype}; the files hold {stored}"
-        if stored not in card.native_matmul:
-            why += ", whose products its profile does not have"
-        is_needed = stored not in card.native_matmul
-        changes.append(Change(f"load it in {dtype} (--dtype {dtype})", why, lost + off, must=is_needed))
+        changes.append(_dtype_change(card, dtype, stored, ran, accuracy))
     if readiness is not None and readiness.verdict.is_fault:
         changes.append(_remedy(readiness))
     changes += _lack_changes(card, ops, products)
@@ -491,6 +509,20 @@ def _changes(
     return tuple(changes)
 
 
+def _dtype_change(card: Card, dtype: str, stored: str, ran: _Passes | None, accuracy: dict | None) -> Change:
+    """Loading in another dtype; without a run its cost is not known."""
+    is_needed = stored not in card.native_matmul
+    why = f"the card runs models in {card.model_dtype}; the files hold {stored}"
+    why += ", whose products its profile does not have" if is_needed else ""
+    cost = f"unknown without a run; `workbench inspect --dtype {dtype}` counts the weights that are lost"
+    if ran is not None:
+        over, flushed = ran.narrowed
+        cost = f"{over:,} weights overflow and {flushed:,} become zero on load"
+        if accuracy is not None and accuracy["card"] and math.isfinite(accuracy["card"]):
+            cost += f"; logits off by {accuracy['card']:.2g} of the largest ({accuracy['as_stored']:.2g} as stored)"
+    return Change(f"load it in {dtype} (--dtype {dtype})", why, cost, must=is_needed)
+
+
 def _remedy(readiness: Readiness) -> Change:
     tried = readiness.remedies
     serves = tried[tried["serves"].astype(bool)]
@@ -499,10 +531,10 @@ def _remedy(readiness: Readiness) -> Change:
                       readiness.verdict.verdict, "unknown", must=True)  # fmt: skip
     row = serves.iloc[0]
     cost = (
-        f"{row['changes']}; {size_text(row['extra_bytes'])} more, {int(row['wide_flops']):,} flops a token in float32; "
-        f"proven by a rerun, logits off by {row['same_experts']:.2g} of the largest"
+        f"{size_text(row['extra_bytes'])} more, {int(row['wide_flops']):,} flops a token in float32; proven by a rerun "
+        f"in float16, logits off by {row['same_experts']:.2g} of the largest"
     )
-    return Change(readiness.verdict.fix or row["remedy"], readiness.verdict.verdict, cost, must=True)
+    return Change(f"{row['remedy']}: {row['changes']}", readiness.verdict.verdict, cost, must=True)
 
 
 def _lack_changes(card: Card, ops: pd.DataFrame, products: pd.DataFrame) -> list[Change]:

@@ -17,6 +17,9 @@ from workbench.errors import InputError
 if TYPE_CHECKING:
     from workbench.analysis.rehearse import Rehearsal
 
+#: Options that are a prompt each.
+PROMPTS = ("prompt", "prompt_file", "ids", "chat", "messages")
+
 #: Columns of the printed tables: name in the report -> heading.
 OP_COLUMNS = {"op": "op", "tokens": "tokens", "on_card": "on the card", "backend": "served here by", "calls": "calls",
               "dtype": "dtype"}  # fmt: skip
@@ -29,7 +32,7 @@ def add(commands) -> None:
         commands, "rehearse", run,
         "Say what a checkpoint would do on a card that is not here: what runs, what overflows, what to change.",
         'workbench rehearse data/miniature --card bi-v100 --prompt "Shall I compare thee" --out card.html',
-        [model_options(), prompt_options()],
+        [model_options(), prompt_options(is_optional=True)],
     )  # fmt: skip
     plan = parser.add_argument_group("plan")
     plan.add_argument("--length", metavar="N", type=int, help="tokens of a sequence to plan memory for; default: the "
@@ -39,6 +42,8 @@ def add(commands) -> None:
                       "in the plan and the table of times (default 2048)")  # fmt: skip
     plan.add_argument("--utilisation", metavar="SHARE", type=float, default=0.9,
                       help="share of the card's memory to plan with (default 0.9)")  # fmt: skip
+    plan.add_argument("--plan-only", action="store_true", help="run nothing: memory and least times from the headers "
+                      "of the files, for a checkpoint that this machine cannot hold")  # fmt: skip
     parser.add_argument("--no-readiness", action="store_true",
                         help="leave out what float16 does to the checkpoint and the remedies for it")  # fmt: skip
     parser.add_argument("--json", metavar="FILE|-", help="write the verdict and all tables as JSON")
@@ -50,15 +55,19 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--card: expected the card to rehearse, found none; `workbench rehearse --help` names some")
     if not options.checkpoint.exists():
         raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
+    has_prompt = any(getattr(options, name) is not None for name in PROMPTS)
+    if not has_prompt and not options.plan_only:
+        raise InputError("--prompt: expected a prompt to run, found none; give one, or --plan-only")
     from workbench.analysis.rehearse import rehearse
     from workbench.checkpoint import expert_assumptions
 
+    ids = prompt_ids(options) if has_prompt else ()
     report = rehearse(
-        options.checkpoint, options.card, prompt_ids(options), dtype=options.dtype, backend=options.backend,
-        policy=options.policy, router_dtype=options.router_dtype, device=options.device,
-        expert_layout=options.expert_layout, strict=not options.lenient, length=options.length,
-        sequences=options.sequences, prefill=options.prefill, utilisation=options.utilisation,
-        with_readiness=not options.no_readiness, progress=_progress,
+        options.checkpoint, options.card, ids, dtype=options.dtype, backend=options.backend, policy=options.policy,
+        router_dtype=options.router_dtype, device=options.device, expert_layout=options.expert_layout,
+        strict=not options.lenient, length=options.length, sequences=options.sequences, prefill=options.prefill,
+        utilisation=options.utilisation, with_readiness=not options.no_readiness, with_run=not options.plan_only,
+        progress=_progress,
     )  # fmt: skip
     if options.expert_layout is None:
         print_assumptions(expert_assumptions(options.checkpoint))
@@ -92,8 +101,7 @@ def _command(options: argparse.Namespace) -> str:
     """What repeats the rehearsal."""
     words = ["workbench", "rehearse", str(options.checkpoint)]
     for name in (
-        "card", "backend", "policy", "dtype", "router_dtype", "expert_layout", "prompt", "prompt_file", "ids", "chat",
-        "messages", "tools", "thinking", "length",
+        "card", "backend", "policy", "dtype", "router_dtype", "expert_layout", *PROMPTS, "tools", "thinking", "length",
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None:
@@ -101,8 +109,9 @@ def _command(options: argparse.Namespace) -> str:
     for name, default in (("sequences", 1), ("prefill", 2048), ("utilisation", 0.9)):
         if getattr(options, name) != default:
             words += [f"--{name}", str(getattr(options, name))]
-    words += ["--lenient"] if options.lenient else []
-    return shlex.join(words + (["--no-readiness"] if options.no_readiness else []))
+    for name in ("lenient", "plan_only", "no_readiness"):
+        words += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
+    return shlex.join(words)
 
 
 def report_text(report: Rehearsal) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 
 import pandas as pd
 
@@ -18,8 +19,7 @@ from workbench.report.export import stylesheet
 
 #: Columns of the tables: name in the report -> heading.
 OP_HEADINGS = {
-    "op": "op", "tokens": "tokens", "on_card": "on the card", "backend": "served here by", "calls": "calls",
-    "dtype": "dtype", "why": "why",
+    "what": "op", "on_card": "on the card", "backend": "here", "calls": "calls", "dtype": "dtype", "why": "why",
 }  # fmt: skip
 PRODUCT_HEADINGS = {
     "op": "op", "primitive": "product", "dtype": "dtype", "outcome": "outcome", "library": "asked first",
@@ -41,6 +41,8 @@ REMEDY_HEADINGS = {
     "values_bad": "values bad", "extra_bytes": "bytes more", "wide_flops": "flops a token in float32",
 }  # fmt: skip
 PLAN_HEADINGS = {"what": "part", "size": "size", "how": "what it is"}
+#: How an attestation says that nobody named the backend (`kernels.registry`).
+ORDER = r"first of the automatic order for \d+ tokens on \w+ that can serve"
 #: Rows of a table that are shown.
 ROWS = 10
 
@@ -96,15 +98,22 @@ def _ops(report: Rehearsal) -> Shown:
     ])  # fmt: skip
     same = ["op", "on_card", "backend", "dtype"]
     merged = rows.groupby(same, sort=False).agg(tokens=("tokens", _phases), calls=("calls", "sum"), why=("why", "last"))
+    merged = merged.reset_index()
+    merged["what"] = [row.op + row.tokens for row in merged.itertuples()]
+    merged["why"] = [re.sub(ORDER, "first in order that can serve", text) for text in merged["why"]]
+    merged["backend"] = ["the same" if row.backend == row.on_card else row.backend for row in merged.itertuples()]
     caption = (
         f"The run of {report.tokens:,} tokens and one more. “On the card” is what comes first there: a library by the "
-        "card's rules, or a backend that this machine alone cannot run."
+        "card's rules, or a backend that this machine alone cannot run; “here” is what stood in for it."
     )
-    return table(merged.reset_index()[list(OP_HEADINGS)], caption, OP_HEADINGS)
+    return table(merged[list(OP_HEADINGS)], caption, OP_HEADINGS)
 
 
 def _phases(tokens: pd.Series) -> str:
-    return tokens.iloc[0] if len(set(tokens)) == 1 else "any"
+    """What tells the rows of one op apart: nothing where both phases are served alike."""
+    if len(set(tokens)) > 1:
+        return ""
+    return ", one token" if tokens.iloc[0] == "1" else ", prompt"
 
 
 def _products(report: Rehearsal) -> Shown:
@@ -127,6 +136,7 @@ def _readiness(report: Rehearsal) -> Shown:
     ready = report.readiness
     if ready is None:
         reason = (
+            "Nothing was run." if not report.tokens else
             f"The card runs models in {report.card.model_dtype}: nothing is narrowed to float16."
             if report.card.model_dtype != "float16" else
             "The checkpoint is stored in float16 already: what overflowed, did so before."
@@ -250,14 +260,14 @@ def _numbers(report: Rehearsal) -> list[tuple[str, str, str]]:
         off, stored = report.accuracy["card"], report.accuracy["as_stored"]
         shown = f"{off:.2g}" if math.isfinite(off) else "not finite"
         boxes.append(("Logits off float32's", shown, f"of the largest; {stored:.2g} as stored"))
-    if len(report.products):
-        moved = report.products[report.products["outcome"] != "run"]
-        boxes.append(("Products routed or cast", f"{int(moved['calls'].sum()):,}",
-                      f"of {int(report.products['calls'].sum()):,} in this run"))  # fmt: skip
     times = list(report.seconds.items())
     if times and times[-1][1][0] is not None:
         phase, (seconds, _) = times[-1]
         boxes.append(("Tokens a second, at most", f"{1.0 / seconds:,.0f}", f"{phase}, one sequence, by peak figures"))
+    if len(report.products) and len(boxes) < 4:  # a row of the page
+        moved = report.products[report.products["outcome"] != "run"]
+        boxes.append(("Products routed or cast", f"{int(moved['calls'].sum()):,}",
+                      f"of {int(report.products['calls'].sum()):,} in this run"))  # fmt: skip
     return boxes
 
 
@@ -270,7 +280,8 @@ def card_page(report: Rehearsal, command: str, home: str | None = None) -> str:
     )
     entries = {
         "Command": command, "Checkpoint": report.checkpoint, "Card": f"{report.card.name}: {report.card.title}",
-        "Dtype": f"{report.dtype}; the files hold {report.stored}", "Prompt": f"{report.tokens:,} tokens and one more",
+        "Dtype": f"{report.dtype}; the files hold {report.stored}",
+        "Prompt": f"{report.tokens:,} tokens and one more" if report.tokens else "none, nothing was run",
         "Took": f"{report.elapsed:.0f} s on this machine", "Workbench": __version__,
     }  # fmt: skip
     rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
