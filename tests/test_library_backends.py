@@ -7,7 +7,9 @@ versions and bodies of ours. What is tested is everything on our side of the cal
 
 import importlib.metadata
 import inspect
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,6 +314,49 @@ def test_an_observer_sees_the_scores_and_may_change_them(here, name):
     even = kernels.attention(q, k, v, scale=0.125, tap=lambda point, scores: torch.zeros_like(scores))
     means = v.float().cumsum(1) / torch.arange(1, 7)[:, None, None]
     assert relative_error(even, means) < 1e-2
+
+
+@pytest.fixture
+def script(monkeypatch, installed):
+    """benchmarks/library_conformance.py, over a registry whose foreign backends run on a CPU."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+    import library_conformance
+
+    for op, operation in list(OPERATIONS.items()):
+        own = {name: modules.runnable_here(op, name) for name in LIBRARIES if name in operation.backends}
+        table = Operation(op, dict(operation.backends) | own, operation.automatic_order)
+        monkeypatch.setitem(OPERATIONS, op, table)
+    return library_conformance
+
+
+@pytest.mark.parametrize("op", list(OPERATIONS))
+def test_the_script_for_a_gpu_says_what_is_right_and_times_it(script, capsys, tmp_path, op):
+    names = [name for of, name in BACKENDS if of == op]
+    target = tmp_path / "found.json"
+    options = ["--tokens", "1", "5", "--rounds", "2", "--out", str(target)]
+    code = script.main(["--device", "cpu", "--tiny", "--op", op, *options])
+    rows = json.loads(target.read_text())["rows"]
+    assert code == 0 and len(capsys.readouterr().out.splitlines()) == len(rows)
+    assert {row["backend"] for row in rows if row["outcome"] == "passed"} == set(names)
+    for row in rows:
+        if "tokens" in row:
+            no_decode = op == rule_spec.OP and row["backend"] in ("flash_qla", "flashinfer") and row["tokens"] == 1
+            assert row["outcome"] == ("refused" if no_decode else "right"), row
+            assert no_decode or (row["us"] > 0 and row["n"] == 2 and row["ours"].startswith("torch_"))
+
+
+def test_the_script_tells_what_is_wrong_and_does_not_time_it(script, monkeypatch, capsys):
+    inner = libraries.SYMBOLS["vllm._custom_ops:rms_norm"]
+
+    def off(out, input, weight, epsilon):
+        inner(out, input, weight - 1.0, epsilon)  # a plain weight taken for a zero-centred one
+
+    modules.install(monkeypatch, {"vllm._custom_ops:rms_norm": off})
+    code = script.main(["--device", "cpu", "--tiny", "--op", "rms_norm", "--backend", "vllm", "--rounds", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1 and lines[0].startswith("rms_norm          vllm           failed 3 values right")
+    assert "value against the arbiter: case" in lines[0] and "first bad row" in lines[0]
+    assert len(lines) == 3 and all(" wrong y " in line and " us" not in line for line in lines[1:])
 
 
 def test_named_backends_run_and_the_automatic_order_has_none_of_them():

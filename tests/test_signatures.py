@@ -158,7 +158,7 @@ def test_a_gap_that_cannot_be_jumped_over_is_an_error():
 
 
 def test_the_text_of_an_extension_is_read():
-    text = """f(self: lib.Plan, query: at::Tensor, sizes: Dict[str, List[int]] = {}, scale: float = 0.5) -> at::Tensor"""
+    text = "f(self: lib.Plan, query: at::Tensor, sizes: Dict[str, List[int]] = {}, scale: float = 0.5) -> Tensor"
     found = bind("f", Silent(text), (Given("q", ("query",)), Given("scale", is_needed=False)))
     assert found.positional == ("q",) and found.keywords == (("scale", "scale"),)
     assert found.reason.endswith("read from the first line of its text")
