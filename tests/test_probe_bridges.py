@@ -199,7 +199,7 @@ def test_of_two_libraries_with_one_soname_the_wrong_one_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "cause", "said"),
     [
-        ({"symbol": "vendor::absent"}, "symbol_absent", "vendor::absent is exported by none of 1 libraries"),
+        ({"symbol": "vendor::absent"}, "symbol_absent", "vendor::absent is exported by none of 1 searched"),
         ({"symbol": "secret_matmul"}, "symbol_absent", "exported by none"),
         ({"signature": ("float const*", "float const*", "float*", "long", "int", "int")}, "signature_differs",
          "vendor::matmul(float const*, float const*, float*, int, int, int): bridge loops is declared for (float "
@@ -422,8 +422,18 @@ def test_a_binding_serves_where_no_signature_is_known(library, module):
     found = by_name(steps(library).of_vendor(replace(VENDOR, bridges=()), False))
     assert found["vendor matmul: Python binding"].outcome == PASS
     bridge = found["vendor matmul: bridge"]
-    assert bridge.outcome == SKIP and "no bridge is declared for it; a bridge takes numbers (bool, int" in bridge.found
+    assert bridge.outcome == SKIP and "no bridge is declared for it; no header beside the library" in bridge.found
     assert "(float const*, float const*, float*, int, int, int)" in bridge.next_step
+
+
+def test_a_signature_that_no_bridge_takes_is_shown_with_those_that_one_takes(tmp_path, module):
+    module("")
+    source = "#include <string>\nnamespace vendor { void matmul(float*, std::string*) {} }\n"
+    path = build(tmp_path / "lib", source, "libvendor_text.so")
+    found = by_name(steps(path).of_vendor(replace(VENDOR, bridges=()), False))
+    step = found["vendor matmul: bridge"]
+    assert step.outcome == FAIL and "cannot be bridged; a bridge takes numbers (bool, int" in step.found
+    assert "vendor::matmul(float*, std::" in step.found and "write a function around it" in step.next_step
 
 
 def test_neither_binding_nor_bridge_is_a_fault(library, module):
@@ -443,7 +453,7 @@ def test_an_absent_symbol_names_the_one_link_to_replace(tmp_path, module):
     step = found["vendor matmul: symbol"]
     assert (step.outcome, step.cause_id, step.op) == (FAIL, "symbol_absent", "linear")
     assert "--backend linear=torch_linear" in step.next_step
-    assert "none of 1 libraries exports vendor_matmul or matmul" in step.found
+    assert "vendor_matmul or matmul: exported by none of the vendor's libraries (1 read)" in step.found
     assert any("matmul_of_old (wanted from another library" in line for line in step.details)
     assert any("matmul_inside (there, and not exported" in line for line in step.details)
     assert found["vendor matmul: bridge"].outcome == SKIP

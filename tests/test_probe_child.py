@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+import threading
 import time
 
 import pytest
@@ -27,6 +28,9 @@ def leaving(): sys.exit("vendor says no")
 def crashing(): print("before it", flush=True); ctypes.string_at(0)
 def hanging(file):
     child = subprocess.Popen(["sleep", "30"]); open(file, "w").write(str(child.pid)); time.sleep(30)
+def leaving_files(file):
+    import tempfile
+    open(file, "w").write(tempfile.mkdtemp()); os.kill(os.getpid(), signal.SIGKILL)
 def sleeping(): time.sleep(1); return "slept", []
 def stopping(): raise KeyboardInterrupt
 def of_cuda(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -38,12 +42,13 @@ def number(): return f"process {os.getpid()}", []
 def run(tmp_path):
     (tmp_path / "checks.py").write_text(MODULE, encoding="utf-8")
 
-    def run(*functions, limit_s=20.0, late=FAIL, **arguments):
+    def run(*functions, limit_s=20.0, late=FAIL, stop=None, **arguments):
         tasks = [
             Task(name=f, function=f"checks:{f}", next_step="look", cause_id="of_task", arguments=arguments.get(f, {}))
             for f in functions
         ]
-        return run_tasks(tasks, limit_s=limit_s, late=late, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+        paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return run_tasks(tasks, limit_s=limit_s, late=late, stop=stop, environment=paths)
 
     return run
 
@@ -91,6 +96,19 @@ def test_a_check_that_hangs_is_stopped_with_all_it_started(run, tmp_path, late):
     stat = f"/proc/{(tmp_path / 'pid').read_text()}/stat"
     is_gone = not os.path.exists(stat) or open(stat).read().split()[2] == "Z"
     assert is_gone
+
+
+def test_a_stop_ends_what_runs_and_what_would(run):
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set).start()
+    begun = time.monotonic()
+    steps = run(*["sleeping"] * 20, stop=stop)
+    assert len(steps) < 3 and time.monotonic() - begun < 10
+
+
+def test_what_a_killed_child_leaves_is_removed(run, tmp_path):
+    (step,) = run("leaving_files", leaving_files={"file": str(tmp_path / "where")})
+    assert step.outcome == FAIL and not os.path.exists((tmp_path / "where").read_text())
 
 
 def test_each_check_has_its_own_time(run):

@@ -79,7 +79,7 @@ def test_torch_compile_has_what_is_left(monkeypatch):
     """The whole stays below 20 seconds: a slow start leaves torch.compile less time, and not done is no fault."""
     seen = {}
 
-    def run_tasks(tasks, *, limit_s, started=None, late=FAIL):
+    def run_tasks(tasks, *, limit_s, started=None, late=FAIL, stop=None):
         if tasks[0].name == "torch":
             time.sleep(0.2)
         seen[tasks[0].name] = (limit_s, late)

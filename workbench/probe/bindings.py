@@ -32,9 +32,7 @@ def has_function(modules: list[str], name: str) -> tuple[str, list[str]]:
             continue
         near = difflib.get_close_matches(name, dir(found), n=4, cutoff=0.5)
         seen.append(f"{found.__name__} has no {name}" + (f" (near: {', '.join(near)})" if near else ""))
-    raise Failed("; ".join(seen) or f"none of {', '.join(modules)} is there",
-                 "build a bridge to the library's own function, or take another backend for this op alone",
-                 "binding_lacks_function")  # fmt: skip
+    raise Failed("; ".join(seen) or f"none of {', '.join(modules)} is there", None, "binding_lacks_function")
 
 
 def _imported(modules: list[str]) -> ModuleType:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,22 +49,27 @@ class Task:
 
 def run_tasks(
     tasks: Sequence[Task], *, limit_s: float, started: Callable[[str], None] = lambda name: None,
-    environment: dict[str, str] | None = None, late: str = FAIL,
+    environment: dict[str, str] | None = None, late: str = FAIL, stop: threading.Event | None = None,
 ) -> list[Step]:  # fmt: skip
     """One step for each task, in their order. A check that is not done after `limit_s` seconds is killed, with its
-    child and all that this one started, and becomes a FAIL, or the outcome `late`."""
+    child and all that this one started, and becomes a FAIL, or the outcome `late`. Setting `stop` ends it all at once,
+    with what is done by then."""
     steps: list[Step] = []
-    while len(steps) < len(tasks):
-        steps += _one_child(tasks[len(steps) :], limit_s, started, environment, late)
+    stop = stop or threading.Event()
+    while len(steps) < len(tasks) and not stop.is_set():
+        steps += _one_child(tasks[len(steps) :], limit_s, started, environment, late, stop)
     return steps
 
 
 def _one_child(
-    tasks: Sequence[Task], limit_s: float, started: Callable[[str], None], environment: dict[str, str] | None, late: str
-) -> list[Step]:
+    tasks: Sequence[Task], limit_s: float, started: Callable[[str], None], environment: dict[str, str] | None,
+    late: str, stop: threading.Event,
+) -> list[Step]:  # fmt: skip
     """What one child got done: at least one step, the last of them possibly the one that it died of."""
-    with tempfile.TemporaryDirectory(prefix="workbench-probe-") as folder:
+    with tempfile.TemporaryDirectory(prefix="workbench-probe-", ignore_cleanup_errors=True) as folder:
         order, results, output = (Path(folder) / name for name in ("tasks.json", "results", "output"))
+        scratch = Path(folder) / "scratch"  # what a killed child leaves goes with it
+        scratch.mkdir()
         order.write_text(json.dumps([[t.function, t.arguments] for t in tasks]), encoding="utf-8")
         results.touch()
         inherited = os.environ if environment is None else environment
@@ -72,12 +78,12 @@ def _one_child(
             child = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", "workbench.probe.child", str(order), str(results)],
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**inherited, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)},
             )  # fmt: skip
         begun = time.monotonic()  # of the check that it is at
         is_late, seen = False, 0
         try:
-            while child.poll() is None:
+            while child.poll() is None and not stop.is_set():
                 if time.monotonic() - begun > limit_s:
                     is_late = True
                     break
@@ -94,7 +100,7 @@ def _one_child(
             child.wait()
         lines = _lines(results)
         steps = [_step(tasks[n], line) for n, line in enumerate(line for line in lines if "outcome" in line)]
-        if len(steps) < len(tasks) and not (lines and "handed_back" in lines[-1]):
+        if len(steps) < len(tasks) and not stop.is_set() and not (lines and "handed_back" in lines[-1]):
             steps.append(_dead(tasks[len(steps)], child.returncode, is_late, limit_s, late, output))
         return steps
 

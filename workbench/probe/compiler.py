@@ -6,6 +6,7 @@ written under another name and renamed, so that what the cache holds is complete
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shlex
@@ -87,7 +88,7 @@ def build(
 
     `key` is what the outcome depends on beside source, flags, compiler and the paths, sizes and dates of `libraries`.
     Raises BuildError with the last lines of the compiler. A cache folder that cannot be written is no error: the
-    library is then built in a temporary folder, and `Built.note` tells so.
+    library is then built in a temporary folder, gone with the process, and `Built.note` tells so.
     """
     begun = time.monotonic()
     cache = cache or cache_folder()
@@ -101,8 +102,9 @@ def build(
         folder = Path(tempfile.mkdtemp(prefix="building-", dir=kept.parent))
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="workbench-bridge-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         kept = folder / "bridge.so"
-        note = f"{cache} cannot be written ({error.strerror}): built in {folder}, to be built again next time"
+        note = f"{cache} cannot be written ({error.strerror}): built for this time alone"
     try:
         text, product = folder / f"bridge{suffix}", folder / "product.so"
         text.write_text(source, encoding="utf-8")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +58,8 @@ def probe(
     check_search(search)
     check_vendor(vendor, symbols)
     limit_s = patience_s or PATIENCE_S
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=3) as pool, _ended_by(stop):
         looking = pool.submit(find_libraries, search)
         # One child for both, since importing torch is most of what they cost.
         has_torch, gpu = run_tasks([_torch_imports(), _check("device", "gpu", {})], limit_s=limit_s, started=started)
@@ -65,8 +68,10 @@ def probe(
             return Probe((has_torch,), "none", (), time.monotonic() - begun)
         device = "cuda" if gpu.outcome == PASS else "cpu"
         compile_limit_s = patience_s or max(COMPILED_BY_S - (time.monotonic() - begun), 1.0)
-        compiling = None if quick else pool.submit(_compiled, device, compile_limit_s)
-        checking = pool.submit(run_tasks, _checks(device, places), limit_s=limit_s, started=started)
+        compiling = None if quick else pool.submit(_compiled, device, compile_limit_s, stop)
+        checking = pool.submit(
+            run_tasks, _checks(device, places), limit_s=limit_s, started=started, stop=stop
+        )  # fmt: skip
         # It imports torch into this process, which the check above has shown not to end it.
         from workbench.probe.vendor_steps import VendorSteps
 
@@ -140,9 +145,20 @@ def _checks(device: str, places: Sequence[Place]) -> list[Task]:
     ]  # fmt: skip
 
 
-def _compiled(device: str, limit_s: float) -> Step:
+@contextmanager
+def _ended_by(stop: threading.Event) -> Iterator[None]:
+    """Stops what runs beside when something is raised, so that Ctrl-C does not wait for it."""
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _compiled(device: str, limit_s: float, stop: threading.Event) -> Step:
     task = _check("torch.compile", "torch_compile", {"device": device})
-    (step,) = run_tasks([task], limit_s=limit_s, late=SKIP)
+    stopped = Step(name=task.name, outcome=SKIP, found="stopped")
+    (step,) = run_tasks([task], limit_s=limit_s, late=SKIP, stop=stop) or [stopped]
     if step.outcome == SKIP and step.found.startswith("not finished"):
         return replace(step, next_step="give it more time with --patience SECONDS")
     return step

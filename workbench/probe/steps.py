@@ -47,9 +47,9 @@ class Step:
 
 
 class Failed(Exception):
-    """Ends a check as FAIL: what was found, the next step, the kind of fault."""
+    """Ends a check as FAIL: what was found, the next step (None: that of the check), the kind of fault."""
 
-    def __init__(self, found: str, next_step: str, cause_id: str, details: Sequence[str] = ()):
+    def __init__(self, found: str, next_step: str | None, cause_id: str, details: Sequence[str] = ()):
         super().__init__(found)
         self.next_step, self.cause_id, self.details = next_step, cause_id, tuple(details)
 

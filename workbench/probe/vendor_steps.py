@@ -177,7 +177,8 @@ class VendorSteps:
             bindings = list(run_tasks(
                 [Task(name=f"{vendor.name} {w.binding}: Python binding", op=w.op,
                       function="workbench.probe.bindings:has_function", cause_id="binding_lacks_function",
-                      arguments={"modules": list(vendor.modules), "name": w.binding}, next_step=_instead(w))
+                      arguments={"modules": list(vendor.modules), "name": w.binding},
+                      next_step=f"declare a bridge to the library's own function (docs/probe.md), or {_instead(w)}")
                  for w in vendor.wanted],
                 limit_s=self.patience_s, started=self.started,
             ))  # fmt: skip
@@ -254,7 +255,7 @@ class VendorSteps:
                         found=f"{library.path.name} exports {first.shown} ({kind}){more}",
                         details=tuple(f"{lib.path}: {f.mangled} = {f.shown}" for lib, f in found[:SHOWN]))  # fmt: skip
         near = _near(libraries, sorted({symbol.rpartition("::")[2] for symbol in wanted.symbols}))
-        text = f"none of {len(libraries)} libraries exports {' or '.join(wanted.symbols)}"
+        text = f"{' or '.join(wanted.symbols)}: exported by none of the vendor's libraries ({len(libraries)} read)"
         if has_binding or not libraries:
             why = "; its Python binding is there" if has_binding else ""
             return Step(name=name, op=wanted.op, outcome=SKIP, found=text + why, details=tuple(near[:SHOWN]))
@@ -265,7 +266,7 @@ class VendorSteps:
         self, name: str, vendor: Vendor, wanted: Wanted, found: Sequence[tuple[Library, Function]], has_binding: bool
     ) -> Step:
         """A bridge by one of the vendor's declarations, where one describes what was found."""
-        from workbench.probe.bridges import SUPPORTED
+        from workbench.probe.bridges import SUPPORTED, is_supported
 
         if not found:
             return Step(name=name, op=wanted.op, outcome=SKIP, found="no symbol to link to")
@@ -282,13 +283,18 @@ class VendorSteps:
                     refused.append(step)
         library, function = found[0]
         headers = inventory(header_folders(library.path, package_folders()), function.last_name)
-        known = "; ".join(dict.fromkeys(refused)) or (
-            f"{function.shown}: no bridge is declared for it; a bridge takes {SUPPORTED}"
-        )
+        bad = [type_ for type_ in function.arguments or () if not is_supported(type_)]
+        why = "no bridge is declared for it"
+        if bad:
+            why = f"its argument {bad[0]} cannot be bridged; a bridge takes {SUPPORTED}"
+        known = "; ".join(dict.fromkeys(refused)) or f"{function.shown}: {why}"
+        types = f"its types {function.signature}"
+        if function.arguments is None:
+            types = "its types, from the vendor's documentation,"
         next_step = (
-            f"write its signature {function.signature} into a TOML file, table [[bridge]] (docs/probe.md), and probe "
-            "with --bridge FILE"
-        )
+            "write a function around it that a bridge can call, or another binding" if bad else
+            f"write {types} into a TOML file, table [[bridge]] (docs/probe.md), and probe with --bridge FILE"
+        )  # fmt: skip
         outcome = SKIP if has_binding else FAIL
         return Step(name=name, op=wanted.op, outcome=outcome, found=f"{known}; {headers.told()}", next_step=next_step,
                     cause_id="signature_unknown" if outcome == FAIL else None)  # fmt: skip
@@ -322,8 +328,8 @@ class VendorSteps:
         if bridge.library and faults:
             return Step(name=name, op=bridge.op, outcome=FAIL, found=unread[0], cause_id=faults[0].cause_id,
                         next_step=_repair(faults[0]))  # fmt: skip
-        where = f"{len(places)} libraries" if places else "no library: none was named by --search or --vendor"
-        return Step(name=name, op=bridge.op, outcome=FAIL, found=f"{bridge.symbol} is exported by none of {where}",
+        where = f"none of {len(places)} searched" if places else "nothing: no library was named by --search or --vendor"
+        return Step(name=name, op=bridge.op, outcome=FAIL, found=f"{bridge.symbol} is exported by {where}",
                     cause_id="symbol_absent", details=unread,
                     next_step="name the folder of the library with --search, and the function as its symbols have it "
                     "(`nm -DC FILE`)")  # fmt: skip
