@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.cards import card_named
+from workbench.errors import BackendFailure
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.torch_chunk import run as chunked
 from workbench.kernels.rehearsal import AbsentPrimitive, DtypeViolation, Rehearsal, prices
@@ -110,7 +111,7 @@ def test_the_error_names_op_place_and_remedy():
 def test_the_miniature_runs_within_the_limits_of_the_card(mode):
     model = load(MINIATURE, dtype="float16")
     ids = torch.arange(150)[None]
-    witness, rehearsal = Witness(), Rehearsal(BI_V100, model.named_parameters())
+    witness, rehearsal = Witness(), Rehearsal(BI_V100)
     with mode(), witness, rehearsal:
         out = model(ids)
         model(ids[:, :1], cache=out.cache)
@@ -231,12 +232,15 @@ def test_nothing_narrows_the_state_the_decays_or_their_sum(narrowing):
 
 
 def test_a_dtype_without_arithmetic_or_rule_is_named_with_the_tensor(narrowing):
-    weight = torch.randn(4, 4, dtype=torch.bfloat16)
-    rehearsal = Rehearsal(narrowing, [("layers.0.proj.weight", weight)])
-    with rehearsal, pytest.raises(DtypeViolation) as caught:
-        torch.randn(2, 4, dtype=torch.bfloat16) @ weight
-    text = str(caught.value)
-    assert "aten::mm" in text and "layers.0.proj.weight [4, 4] in bfloat16" in text and "cast it to float16" in text
+    model = load(MINIATURE)  # bfloat16
+    with torch.no_grad(), Rehearsal(narrowing), pytest.raises(BackendFailure) as caught:
+        model(torch.arange(9)[None])
+    violation = caught.value.__cause__
+    assert isinstance(violation, DtypeViolation)
+    text = str(violation)
+    assert text.startswith("aten::mm of linear at kernels/linear/torch_linear.py:") and "cast it to float16" in text
+    assert "x [9, 128], layers.0.linear_attn.in_proj_qkv.weight [128, 776] in bfloat16" in text
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -571,7 +571,7 @@ def _route_changes(card: Card, products: pd.DataFrame, costs: pd.DataFrame) -> l
         rate = f"{factor.iloc[0]:.3g} times the time by the peak rates" if len(factor) else "its rate is unknown"
         calls = int(part["calls"].sum())
         if outcome == "route":
-            what = f"send the {dtype} products of {op} ({calls:,} in this run) to {to} and not to {rule.library}"
+            what = f"let {to} compute the {dtype} products of {op} ({calls:,} in this run), not {rule.library}"
             if op == "gated_delta_rule":
                 what += "; its state, gates and their sums stay in float32"
         else:

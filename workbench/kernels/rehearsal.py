@@ -98,16 +98,12 @@ class Seen:
 
 
 class Rehearsal(TorchDispatchMode):
-    """The limits of `card` for every operator inside the context. May be entered again while it is active.
+    """The limits of `card` for every operator inside the context. May be entered again while it is active."""
 
-    `names` are tensors to be called by their names in errors, such as a model's `named_parameters()`.
-    """
-
-    def __init__(self, card: Card, names: Iterable[tuple[str, Tensor]] = ()):
+    def __init__(self, card: Card):
         super().__init__()
         self.card = card
         self.operators = 0
-        self._names = {tensor.data_ptr(): name for name, tensor in names}
         self._seen: dict[tuple, Seen] = {}
         self._kinds: dict[torch._ops.OpOverload, str] = {}
         self._entered: list[bool] = []
@@ -248,7 +244,7 @@ class Rehearsal(TorchDispatchMode):
     ) -> DtypeViolation:
         arguments = func._schema.arguments
         named = [(arguments[i].name, x) for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype == dtype]
-        tensors = ", ".join(f"{self._names.get(x.data_ptr(), name)} {list(x.shape)}" for name, x in named)
+        tensors = ", ".join(f"{_name_of(x) or name} {list(x.shape)}" for name, x in named)
         text = str(dtype).removeprefix("torch.")
         return DtypeViolation(f"{func._schema.name} of {op} at {site}: {tensors} in {text}: {reason}; {remedy}")
 
@@ -340,6 +336,21 @@ def _caller() -> tuple[str, str]:
                 break
         frame = frame.f_back
     return op or "other", site or "outside of the package"
+
+
+def _name_of(tensor: Tensor) -> str | None:
+    """What the code that called calls a tensor: a parameter of the model that runs, else a variable; None: neither."""
+    frame, variable, module = sys._getframe(1), None, None
+    while frame is not None:
+        if _place(frame.f_code) is not None:
+            here = dict(frame.f_locals)
+            known = (name for name, x in here.items() if isinstance(x, Tensor) and x.data_ptr() == tensor.data_ptr())
+            variable = variable or next(known, None)
+            owner = here.get("self")
+            module = owner if isinstance(owner, torch.nn.Module) else module  # the outermost one in the end
+        frame = frame.f_back
+    parameters = () if module is None else module.named_parameters()
+    return next((name for name, x in parameters if x.data_ptr() == tensor.data_ptr()), variable)
 
 
 def prices(card: Card, seen: Iterable[Seen]) -> list[Mapping[str, object]]:

@@ -146,8 +146,12 @@ def _readiness(report: Rehearsal) -> Shown:
     held = ready.activations[ready.activations["held"] == "float16"]
     held = held.sort_values("absmax", ascending=False, kind="stable").head(ROWS)
     rows = held.assign(percent=100.0 * held["share"])[list(ACTIVATION_HEADINGS)]
+    is_told = ready.verdict.is_fault and report.verdict.cause_id == ready.verdict.cause_id
+    said = verdict_card(ready.verdict)
+    if is_told:
+        said = note("The verdict above says where and why, and what sets it right.")
     parts: list[Shown] = [
-        verdict_card(ready.verdict), half_precision_depth(ready.activations),
+        said, half_precision_depth(ready.activations),
         table(rows, "Tensors held in float16 that come nearest to its largest number or pass it.", ACTIVATION_HEADINGS),
     ]  # fmt: skip
     changed = ready.weights[(ready.weights["overflows"] > 0) | (ready.weights["flushes"] > 0)]
