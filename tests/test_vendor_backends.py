@@ -193,10 +193,35 @@ def test_one_size_for_keys_and_values_cannot_take_two(monkeypatch, card):
 )
 def test_an_unknown_constructor_or_forward_shows_both_and_is_not_called(monkeypatch, card, constructor, found):
     modules.install(monkeypatch, {"corex_gdn:CoreXGDN": constructor})
-    with pytest.raises(BackendFailure) as caught:
+    with pytest.raises(BackendError) as caught:
         example("gated_delta_rule", Kernels("gated_delta_rule=corex_gdn"))
     text = str(caught.value)
     assert found in text and "needed (" in text and "next: " in text and "docs/backends.md" in text
+
+
+def test_how_a_silent_function_is_called_is_part_of_the_attestation(card):
+    """The router of the stand-in tells no signature, the alignment no names, the product both."""
+    reasons = {}
+    for op in ("routing", "alignment", "linear"):
+        kernels = Kernels({op: "ixformer"})
+        example(op, kernels)
+        (row,) = kernels.attestation()
+        reasons[op] = row.reason
+    assert reasons == {
+        "routing": "named by the user; ixformer.functions:vllm_moe_topk_softmax tells no signature: called in the "
+        "documented order (topk_weights, topk_ids, token_expert_indices, gating_output)",
+        "alignment": "named by the user", "linear": "named by the user",
+    }  # fmt: skip
+
+
+def test_chosen_automatically_an_unknown_signature_is_a_refusal_on_record(monkeypatch):
+    modules.install(monkeypatch, vendor.SYMBOLS | {"ixformer:matmul": lambda plan: None})
+    in_order(monkeypatch, ("linear", "ixformer"))
+    kernels = Kernels()
+    example("linear", kernels)
+    (row,) = kernels.attestation()
+    assert row.backend != "ixformer" and row.refused[0][0] == "ixformer"
+    assert "ixformer:matmul: its signature is not one that is known: found (plan)" in row.refused[0][1]
 
 
 # ---- faults at the call

@@ -16,6 +16,7 @@ import torch
 from workbench.errors import BackendError
 from workbench.kernels.machine import Machine, this_machine
 from workbench.kernels.requirements import Requires, dtype_name
+from workbench.kernels.signatures import DOCUMENTED_ORDER, Given, foreign
 from workbench.numerics import NumericsPolicy
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Backend:
     requires  what it needs of the machine
     mutates   names of inputs that it updates in place
     policy    preset that describes what it computes; it is the policy of whoever names the backend and no policy
+    forms     how the foreign functions that it requires may be called, by symbol (`signatures`)
     """
 
     op: str
@@ -70,10 +72,24 @@ class Backend:
     requires: Requires = field(default_factory=Requires)
     mutates: tuple[str, ...] = ()
     policy: str | None = None
+    forms: Mapping[str, tuple[tuple[Given, ...], ...]] = field(default_factory=dict)
 
     def refusal(self, call: Call) -> str | None:
         """Why the call cannot be served, None where it can; says everything that can be known before the call."""
-        return self.requires.refusal(call) or self.supports(call)
+        return self.requires.refusal(call) or self.supports(call) or self._unknown_signature()
+
+    def _unknown_signature(self) -> str | None:
+        """Why a foreign function cannot be called; asked last, when what it needs is there."""
+        try:
+            self.how_called()
+        except BackendError as error:
+            return str(error)
+        return None
+
+    def how_called(self) -> str:
+        """How foreign functions are called that tell no signature, to be shown with the choice; empty for none."""
+        bindings = (foreign(symbol, self.forms[symbol]) for symbol in self.requires.symbols if symbol in self.forms)
+        return "; ".join([binding.reason for binding in bindings if binding.form == DOCUMENTED_ORDER])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +129,10 @@ def register_operation(
 
 
 def _declared(op: str, name: str, module: Any) -> Backend:
-    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES and POLICY."""
+    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES, POLICY and FORMS."""
     return Backend(
         op, name, module.run, module.supports, getattr(module, "REQUIRES", Requires()),
-        tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None),
+        tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None), getattr(module, "FORMS", {}),
     )  # fmt: skip
 
 
@@ -174,7 +190,7 @@ def _tried(backend: Backend, call: Call, card: Card | None, why: str) -> Resolut
     """The choice of one backend after the card's rules, or why it cannot be."""
     rule = None if card is None else ruling(card, backend, call.dtype)
     if rule is None or rule.outcome == "run":
-        return backend.refusal(call) or Resolution(backend, why)
+        return backend.refusal(call) or Resolution(backend, "; ".join(filter(None, (why, backend.how_called()))))
     named = f"card {card.name}: {rule.why}"
     if rule.outcome == "cast":
         dtype = getattr(torch, rule.to)

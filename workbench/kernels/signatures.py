@@ -23,8 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import BackendError, one_line
+from workbench.kernels.requirements import load_symbol
 
 Parameter = inspect.Parameter
+
+#: The form of a call that nothing could be read for.
+DOCUMENTED_ORDER = "documented order"
 
 #: Names that say nothing: what pybind11 and generated wrappers call a parameter whose name nobody wrote down.
 _ANONYMOUS = re.compile(r"_*(arg|args|param|p|a|x)?_?\d+")
@@ -74,6 +78,11 @@ class Binding:
         return self.target(*(values[name] for name in self.positional), **{key: values[n] for key, n in self.keywords})
 
 
+def foreign(symbol: str, forms: Sequence[Sequence[Given]]) -> Binding:
+    """`bind` for a symbol as `requirements.load_symbol` has it. Raises BackendError where it is missing or unknown."""
+    return bind(symbol, load_symbol(symbol), *forms)
+
+
 def bind(what: str, target: Callable[..., Any], *forms: Sequence[Given]) -> Binding:
     """The way to call `target`, by the first of `forms` (sets of values in their documented order) that it fits.
 
@@ -88,7 +97,7 @@ def _bind(what: str, target: Callable[..., Any], forms: tuple[tuple[Given, ...],
     if source is None:
         order = tuple(given.name for given in forms[0])
         reason = f"{what} tells no signature: called in the documented order ({', '.join(order)})"
-        return Binding(target, order, (), "documented order", reason)
+        return Binding(target, order, (), DOCUMENTED_ORDER, reason)
     faults = []
     for parameters in found:
         for form in forms:

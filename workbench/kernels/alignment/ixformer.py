@@ -14,8 +14,8 @@ from torch import Tensor
 from workbench.kernels.alignment.library_form import alignment_of, buffers
 from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 ALIGN = "ixformer.functions:vllm_moe_align_block_size"
@@ -25,6 +25,7 @@ _GIVEN = (
     Given("topk_ids"), Given("num_experts"), Given("block_size"), Given("sorted_token_ids", ("sorted_ids",)),
     Given("experts_ids", ("expert_ids",)), Given("num_tokens_post_pad", ("num_tokens_post_padded",)),
 )  # fmt: skip
+FORMS = {ALIGN: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -34,7 +35,7 @@ def supports(call: Call) -> str | None:
 def run(experts: Tensor, *, num_experts: int, block: int) -> Alignment:
     """See `spec`."""
     ids, owners, used = buffers(experts.numel(), num_experts, block, experts.device)
-    align = bind(ALIGN, load_symbol(ALIGN), _GIVEN)
+    align = foreign(ALIGN, FORMS[ALIGN])
     with native_stderr(ALIGN):
         align(
             topk_ids=experts.to(torch.int32).contiguous(), num_experts=num_experts, block_size=block,

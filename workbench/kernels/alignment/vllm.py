@@ -15,13 +15,14 @@ from torch import Tensor
 from workbench.kernels.alignment.library_form import alignment_of
 from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size:moe_align_block_size"
 REQUIRES = Requires(devices=("cuda",), symbols=(ALIGN,))
 
 _GIVEN = (Given("topk_ids"), Given("block_size"), Given("num_experts"))
+FORMS = {ALIGN: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -30,7 +31,7 @@ def supports(call: Call) -> str | None:
 
 def run(experts: Tensor, *, num_experts: int, block: int) -> Alignment:
     """See `spec`."""
-    ids, owners, used = bind(ALIGN, load_symbol(ALIGN), _GIVEN)(
+    ids, owners, used = foreign(ALIGN, FORMS[ALIGN])(
         topk_ids=experts.to(torch.int32).contiguous(), block_size=block, num_experts=num_experts
     )
     return alignment_of(ids, owners, used, experts=experts, num_experts=num_experts, block=block)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from workbench.kernels.attention import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 from workbench.taps import Tap
 
@@ -30,6 +30,7 @@ _GIVEN = (
     Given("max_seqlen_q", ("max_q",)), Given("max_seqlen_k", ("max_k",)), Given("softmax_scale", ("scale", "sm_scale")),
     Given("causal", ("is_causal",)),
 )  # fmt: skip
+FORMS = {PREFILL: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -45,7 +46,7 @@ def run(
     def attend() -> Tensor:
         rows = library_form.rows_of(q, k, v, key_lengths, cu_seqlens)
         (queries, keys), (most_queries, most_keys) = rows.bounds(), rows.longest()
-        prefill = bind(PREFILL, load_symbol(PREFILL), _GIVEN)
+        prefill = foreign(PREFILL, FORMS[PREFILL])
         with native_stderr(PREFILL):
             out = prefill(
                 query=rows.q, key=rows.k, value=rows.v, cu_seqlens_q=queries, cu_seqlens_k=keys,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from workbench.kernels.attention import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.taps import Tap
 
 VARLEN = "flash_attn:flash_attn_varlen_func"
@@ -29,6 +29,7 @@ _GIVEN = (
     Given("q"), Given("k"), Given("v"), Given("cu_seqlens_q"), Given("cu_seqlens_k"), Given("max_seqlen_q"),
     Given("max_seqlen_k"), Given("softmax_scale"), Given("causal"),
 )  # fmt: skip
+FORMS = {VARLEN: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -44,7 +45,7 @@ def run(
     def attend() -> Tensor:
         rows = library_form.rows_of(q, k, v, key_lengths, cu_seqlens)
         (queries, keys), (most_queries, most_keys) = rows.bounds(), rows.longest()
-        out = bind(VARLEN, load_symbol(VARLEN), _GIVEN)(
+        out = foreign(VARLEN, FORMS[VARLEN])(
             q=rows.q, k=rows.k, v=rows.v, cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=most_queries,
             max_seqlen_k=most_keys, softmax_scale=scale, causal=True,
         )  # fmt: skip

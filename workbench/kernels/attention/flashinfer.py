@@ -17,8 +17,8 @@ from torch import Tensor
 
 from workbench.kernels.attention import library_form, spec
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.taps import Tap
 
 PREFILL = "flashinfer.prefill:single_prefill_with_kv_cache"
@@ -26,6 +26,7 @@ REQUIRES = Requires(devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16
 HEAD_DIMS = (64, 128, 256)
 
 _GIVEN = (Given("q"), Given("k"), Given("v"), Given("causal"), Given("kv_layout"), Given("sm_scale"))
+FORMS = {PREFILL: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -41,7 +42,7 @@ def run(
     """See `spec`."""
 
     def attend() -> Tensor:
-        prefill = bind(PREFILL, load_symbol(PREFILL), _GIVEN)
+        prefill = foreign(PREFILL, FORMS[PREFILL])
         outs = [
             prefill(
                 q=query[0].contiguous(), k=key[0].contiguous(), v=value[0].contiguous(), causal=True,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from workbench.kernels.causal_conv.spec import with_window
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 PREFILL = "causal_conv1d:causal_conv1d_fn"
 UPDATE = "causal_conv1d:causal_conv1d_update"
@@ -30,6 +30,7 @@ CHANNEL_STEP = 8
 
 _PREFILL_GIVEN = (Given("x"), Given("weight"), Given("bias"), Given("initial_states"), Given("activation"))
 _UPDATE_GIVEN = (Given("x"), Given("conv_state"), Given("weight"), Given("bias"), Given("activation"))
+FORMS = {PREFILL: (_PREFILL_GIVEN,), UPDATE: (_UPDATE_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -56,10 +57,10 @@ def run(
     if tokens == 1:
         state = window.transpose(1, 2).contiguous()  # a copy: updated in place
         state = state.clone() if state.data_ptr() == window.data_ptr() else state
-        update = bind(UPDATE, load_symbol(UPDATE), _UPDATE_GIVEN)
+        update = foreign(UPDATE, FORMS[UPDATE])
         y = update(x=x[:, 0], conv_state=state, weight=weight, bias=None, activation="silu")
         return y[:, None], state.transpose(1, 2).contiguous()
-    prefill = bind(PREFILL, load_symbol(PREFILL), _PREFILL_GIVEN)
+    prefill = foreign(PREFILL, FORMS[PREFILL])
     y = prefill(
         x=x.transpose(1, 2), weight=weight, bias=None, initial_states=window.contiguous().transpose(1, 2),
         activation="silu",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 PREFILL = "vllm.model_executor.layers.mamba.ops.causal_conv1d:causal_conv1d_fn"
 UPDATE = "vllm.model_executor.layers.mamba.ops.causal_conv1d:causal_conv1d_update"
@@ -32,6 +32,7 @@ _PREFILL_GIVEN = (
 _UPDATE_GIVEN = (
     Given("x"), Given("conv_state"), Given("weight"), Given("bias"), Given("activation"), Given("conv_state_indices"),
 )  # fmt: skip
+FORMS = {PREFILL: (_PREFILL_GIVEN,), UPDATE: (_UPDATE_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -55,12 +56,12 @@ def run(
     slots = torch.arange(1, sequences + 1, dtype=torch.int32, device=x.device)
     weight = weight.contiguous()
     if tokens == 1 and cu_seqlens is None:
-        y = bind(UPDATE, load_symbol(UPDATE), _UPDATE_GIVEN)(
+        y = foreign(UPDATE, FORMS[UPDATE])(
             x=x[:, 0].clone(memory_format=torch.contiguous_format), conv_state=cache.transpose(1, 2), weight=weight,
             bias=None, activation="silu", conv_state_indices=slots,
         )  # fmt: skip
     else:
-        y = bind(PREFILL, load_symbol(PREFILL), _PREFILL_GIVEN)(
+        y = foreign(PREFILL, FORMS[PREFILL])(
             x=x.reshape(-1, channels).contiguous().transpose(0, 1), weight=weight, bias=None,
             conv_states=cache.transpose(1, 2), query_start_loc=torch.tensor(bounds, dtype=torch.int32, device=x.device),
             cache_indices=slots, has_initial_state=torch.ones(sequences, dtype=torch.bool, device=x.device),

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 FORWARD = "corex_moe:moe_forward"
@@ -31,10 +31,12 @@ _MERGED = (Given("w13"), Given("w2"))
 _SEPARATE = (Given("w1"), Given("w2"), Given("w3"))
 _ROUTING = (Given("topk", ("top_k",)), Given("renormalize", is_needed=False))
 _LOGITS = Given("gate_output", ("router_logits", "gating_output"))
-_FORMS = (
-    (_X, *_MERGED, *_CHOSEN), (_X, *_SEPARATE, *_CHOSEN), (_X, _LOGITS, *_MERGED, *_ROUTING),
-    (_X, _LOGITS, *_SEPARATE, *_ROUTING),
-)  # fmt: skip
+FORMS = {
+    FORWARD: (
+        (_X, *_MERGED, *_CHOSEN), (_X, *_SEPARATE, *_CHOSEN), (_X, _LOGITS, *_MERGED, *_ROUTING),
+        (_X, _LOGITS, *_SEPARATE, *_ROUTING),
+    ),
+}  # fmt: skip
 
 
 def supports(call: Call) -> str | None:
@@ -45,7 +47,7 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
     """See `spec`."""
     if not x.shape[0]:
         return torch.zeros_like(x)
-    forward = bind(FORWARD, load_symbol(FORWARD), *_FORMS)
+    forward = foreign(FORWARD, FORMS[FORWARD])
     values = {"hidden_states": x.contiguous(), "w2": down.contiguous()}
     if forward.places("w13"):
         values["w13"] = gate_up.contiguous()

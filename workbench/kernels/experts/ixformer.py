@@ -17,8 +17,8 @@ from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 PRODUCT = "ixformer.functions:vllm_invoke_fused_moe_kernel"
@@ -32,6 +32,7 @@ _GIVEN = (
     Given("num_tokens_post_padded", ("num_tokens_post_pad",)), Given("mul_routed_weight"), Given("top_k", ("topk",)),
     Given("block_size_m", ("BLOCK_SIZE_M", "block_size")),
 )  # fmt: skip
+FORMS = {PRODUCT: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -50,7 +51,7 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
         "sorted_token_ids": plan.rows.to(torch.int32), "expert_ids": plan.experts_of_blocks().to(torch.int32),
         "num_tokens_post_padded": plan.offsets[-1:].to(torch.int32), "block_size_m": block,
     }  # fmt: skip
-    product = bind(PRODUCT, load_symbol(PRODUCT), _GIVEN)
+    product = foreign(PRODUCT, FORMS[PRODUCT])
 
     def multiplied(a: Tensor, b: Tensor, shared_by: int, is_weighted: bool) -> Tensor:
         """[tokens, A, N]: the rows of `a` times their experts' matrices; a row of `a` belongs to `shared_by` pairs."""

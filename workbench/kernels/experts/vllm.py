@@ -14,13 +14,14 @@ from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), symbols=(EXPERTS,))
 
 _GIVEN = (Given("hidden_states"), Given("w1"), Given("w2"), Given("topk_weights"), Given("topk_ids"))
+FORMS = {EXPERTS: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -31,7 +32,7 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
     """See `spec`."""
     if not x.shape[0]:
         return torch.zeros_like(x)
-    return bind(EXPERTS, load_symbol(EXPERTS), _GIVEN)(
+    return foreign(EXPERTS, FORMS[EXPERTS])(
         hidden_states=x.contiguous(), w1=gate_up.contiguous(), w2=down.contiguous(),
         topk_weights=weights.to(torch.float32).contiguous(), topk_ids=experts.to(torch.int32).contiguous(),
     )  # fmt: skip

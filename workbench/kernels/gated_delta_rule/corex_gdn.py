@@ -36,6 +36,7 @@ _SEPARATE = (
     Given("conv_kernel_size", is_needed=False), Given("layer_idx", is_needed=False),
 )  # fmt: skip
 _COMMON = (Given("num_heads"), Given("head_dim"), Given("layer_idx", is_needed=False))
+FORMS = {CLASS: (_SEPARATE, _COMMON)}
 _FORWARD = (
     Given("q", ("query",)), Given("k", ("key",)), Given("v", ("value",)), Given("gate", ("log_decay", "g")),
     Given("beta"), Given("conv_state", is_needed=False),
@@ -52,7 +53,7 @@ def supports(call: Call) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _built(constructor: type, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[Any, bool]:
     """(the vendor's object, whether it wants key heads repeated)."""
-    forms = (_SEPARATE, _COMMON) if key_dim == value_dim else (_SEPARATE,)
+    forms = FORMS[CLASS] if key_dim == value_dim else (_SEPARATE,)
     binding = bind(CLASS, constructor, *forms)
     with native_stderr(CLASS):
         made = binding(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
@@ -35,6 +35,7 @@ _GIVEN = (
     Given("q"), Given("k"), Given("v"), Given("g"), Given("beta"), Given("scale"), Given("initial_state"),
     Given("output_final_state"), Given("cu_seqlens"),
 )  # fmt: skip
+FORMS = {CHUNK: (_GIVEN,), RECURRENT: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -65,7 +66,7 @@ def run(
         first, bounds = None if initial_state is None else initial_state.to(torch.float32), None
     else:
         first, bounds = packed.initial(initial_state), packed.cu_seqlens(q.device, torch.int64)
-    out, state = bind(symbol, load_symbol(symbol), _GIVEN)(
+    out, state = foreign(symbol, FORMS[symbol])(
         q=q, k=k, v=v, g=g, beta=beta, scale=1.0, initial_state=first, output_final_state=True, cu_seqlens=bounds
     )
     state = state if packed is None else packed.final(state, initial_state)

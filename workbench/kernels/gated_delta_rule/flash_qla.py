@@ -15,8 +15,8 @@ from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
@@ -32,6 +32,7 @@ _GIVEN = (
     Given("q"), Given("k"), Given("v"), Given("g"), Given("beta"), Given("scale"), Given("initial_state"),
     Given("output_final_state"), Given("cu_seqlens"),
 )  # fmt: skip
+FORMS = {CHUNK: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -51,7 +52,7 @@ def run(
         first, bounds = None if initial_state is None else initial_state.to(torch.float32), None
     else:
         first, bounds = packed.initial(initial_state), packed.cu_seqlens(q.device, torch.int64)
-    out, state = bind(CHUNK, load_symbol(CHUNK), _GIVEN)(
+    out, state = foreign(CHUNK, FORMS[CHUNK])(
         q=q, k=k, v=v, g=g, beta=beta, scale=1.0, initial_state=first, output_final_state=True, cu_seqlens=bounds
     )
     state = state if packed is None else packed.final(state, initial_state)

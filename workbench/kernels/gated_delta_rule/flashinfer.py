@@ -15,8 +15,8 @@ from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
@@ -30,6 +30,7 @@ _GIVEN = (
     Given("output_final_state"), Given("cu_seqlens"), Given("output_state"),
     Given("gate_domain", is_needed=False),  # from 0.7 on; linear is what older versions take
 )  # fmt: skip
+FORMS = {CHUNK: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -47,7 +48,7 @@ def run(
     first = parts.initial(initial_state)
     value_heads, value_dim = v.shape[2:]
     last = torch.empty(len(parts.kept), value_heads, value_dim, q.shape[3], dtype=torch.float32, device=q.device)
-    out, state = bind(CHUNK, load_symbol(CHUNK), _GIVEN)(
+    out, state = foreign(CHUNK, FORMS[CHUNK])(
         q=library_form.flat(q), k=library_form.flat(k), v=library_form.flat(v),
         g=library_form.flat(library_form.gates(log_decay, policy, q.shape[1])).exp(),
         beta=library_form.flat(beta).to(torch.float32), scale=1.0,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
@@ -28,8 +28,10 @@ REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), s
 MOST_HEAD_SIZE = 256
 
 _COMMON = (Given("q"), Given("k"), Given("v"), Given("g"), Given("beta"), Given("scale"), Given("initial_state"))
-_CHUNK_GIVEN = (*_COMMON, Given("output_final_state"), Given("cu_seqlens"))
-_RECURRENT_GIVEN = (*_COMMON, Given("inplace_final_state"), Given("cu_seqlens"))
+FORMS = {
+    CHUNK: ((*_COMMON, Given("output_final_state"), Given("cu_seqlens")),),
+    RECURRENT: ((*_COMMON, Given("inplace_final_state"), Given("cu_seqlens")),),
+}
 
 
 def supports(call: Call) -> str | None:
@@ -50,7 +52,7 @@ def run(
         first, bounds = None if initial_state is None else initial_state.to(torch.float32), None
     else:
         first, bounds = packed.initial(initial_state), packed.cu_seqlens(q.device, torch.int32)
-    out, state = bind(CHUNK, load_symbol(CHUNK), _CHUNK_GIVEN)(
+    out, state = foreign(CHUNK, FORMS[CHUNK])(
         q=q, k=k, v=v, g=g, beta=beta, scale=1.0,
         initial_state=None if first is None else first.transpose(2, 3).contiguous(), output_final_state=True,
         cu_seqlens=bounds,
@@ -72,7 +74,7 @@ def _one_token(
         first = initial_state.to(torch.float32).transpose(2, 3).contiguous()
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     row = {name: library_form.flat(x)[None] for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items()}
-    out, states = bind(RECURRENT, load_symbol(RECURRENT), _RECURRENT_GIVEN)(
+    out, states = foreign(RECURRENT, FORMS[RECURRENT])(
         **row, scale=1.0, initial_state=first, inplace_final_state=False, cu_seqlens=bounds
     )
     return library_form.finished(out, states.transpose(2, 3).contiguous(), policy, tap, like=v)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 PRODUCT = "ixformer:matmul"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.float16,), symbols=(PRODUCT,))
 
 _FACTORS = (Given("input", ("a", "x", "mat1")), Given("other", ("b", "weight", "mat2")))
+FORMS = {PRODUCT: ((*_FACTORS, Given("transb", ("trans_b",))), _FACTORS)}
 
 
 def supports(call: Call) -> str | None:
@@ -29,7 +30,7 @@ def supports(call: Call) -> str | None:
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
     """See `spec`."""
-    product = bind(PRODUCT, load_symbol(PRODUCT), (*_FACTORS, Given("transb", ("trans_b",))), _FACTORS)
+    product = foreign(PRODUCT, FORMS[PRODUCT])
     is_transposed = product.places("transb")
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     with native_stderr(PRODUCT):

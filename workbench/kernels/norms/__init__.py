@@ -1,6 +1,6 @@
 """RMS norm and gated RMS norm: see `spec` for the contracts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -16,15 +16,17 @@ class _Entry:
     run: Callable
     supports: Callable
     REQUIRES: Requires = field(default_factory=Requires)
+    FORMS: Mapping = field(default_factory=dict)
 
 
 def _rms_norm(module: ModuleType) -> _Entry:
-    return _Entry(module.run_rms_norm, module.supports, getattr(module, "REQUIRES", Requires()))
+    requires = getattr(module, "REQUIRES", Requires())
+    return _Entry(module.run_rms_norm, module.supports, requires, getattr(module, "FORMS", {}))
 
 
 def _gated_rms_norm(module: ModuleType) -> _Entry:
     requires = getattr(module, "GATED_REQUIRES", getattr(module, "REQUIRES", Requires()))
-    return _Entry(module.run_gated_rms_norm, module.supports, requires)
+    return _Entry(module.run_gated_rms_norm, module.supports, requires, getattr(module, "FORMS", {}))
 
 
 register_operation(

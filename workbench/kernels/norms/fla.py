@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 NORM = "fla.modules.norm.fused_norm_gate:rms_norm_gated"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(NORM,))
 
 _GIVEN = (Given("x"), Given("g", ("gate", "z")), Given("weight"), Given("bias"), Given("activation"), Given("eps"))
+FORMS = {NORM: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -27,7 +28,7 @@ def supports(call: Call) -> str | None:
 
 def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
-    norm = bind(NORM, load_symbol(NORM), _GIVEN)
+    norm = foreign(NORM, FORMS[NORM])
     y = norm(
         x=x.contiguous(), g=gate.contiguous(), weight=weight.contiguous(), bias=None, activation="swish", eps=eps
     )

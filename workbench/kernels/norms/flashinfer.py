@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 NORM = "flashinfer.norm:gemma_rmsnorm"
 REQUIRES = Requires(devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16), symbols=(NORM,))
 
 _GIVEN = (Given("input", ("x",)), Given("weight"), Given("eps", ("epsilon",)))
+FORMS = {NORM: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -27,6 +28,6 @@ def supports(call: Call) -> str | None:
 
 def run_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
-    norm = bind(NORM, load_symbol(NORM), _GIVEN)
+    norm = foreign(NORM, FORMS[NORM])
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return norm(input=rows, weight=weight.contiguous(), eps=eps).reshape(x.shape)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 NORM = "vllm._custom_ops:rms_norm"
 GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard:rmsnorm_fn"
@@ -29,6 +29,7 @@ _GATED_GIVEN = (
     Given("x"), Given("weight"), Given("bias"), Given("z", ("gate", "g")), Given("eps"), Given("norm_before_gate"),
     Given("activation", is_needed=False),  # there is one alone in older versions, the one that is asked for here
 )  # fmt: skip
+FORMS = {NORM: (_GIVEN,), GATED_NORM: (_GATED_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -39,13 +40,13 @@ def run_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
     out = torch.empty_like(rows)
-    bind(NORM, load_symbol(NORM), _GIVEN)(out=out, input=rows, weight=1.0 + weight.to(torch.float32), epsilon=eps)
+    foreign(NORM, FORMS[NORM])(out=out, input=rows, weight=1.0 + weight.to(torch.float32), epsilon=eps)
     return out.reshape(x.shape).to(x.dtype)
 
 
 def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
-    y = bind(GATED_NORM, load_symbol(GATED_NORM), _GATED_GIVEN)(
+    y = foreign(GATED_NORM, FORMS[GATED_NORM])(
         x=x.contiguous(), weight=weight.contiguous(), bias=None, z=gate.contiguous(), eps=eps, norm_before_gate=True,
         activation="swish",
     )  # fmt: skip

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from workbench.errors import BackendError
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 ROUTER = "ixformer.functions:vllm_moe_topk_softmax"
@@ -25,6 +25,7 @@ _GIVEN = (
     Given("topk_weights"), Given("topk_ids", ("topk_indices",)),
     Given("token_expert_indices", ("token_expert_indicies",)), Given("gating_output"),
 )  # fmt: skip
+FORMS = {ROUTER: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -40,7 +41,7 @@ def run(
     tokens = logits.shape[0]
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    route = bind(ROUTER, load_symbol(ROUTER), _GIVEN)
+    route = foreign(ROUTER, FORMS[ROUTER])
     with native_stderr(ROUTER):
         route(
             topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from workbench.errors import BackendError
 from workbench.kernels.registry import Call
-from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.requirements import Requires
+from workbench.kernels.signatures import Given, foreign
 
 ROUTER = "vllm._custom_ops:topk_softmax"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(ROUTER,))
@@ -25,6 +25,7 @@ _GIVEN = (
     Given("topk_weights"), Given("topk_ids", ("topk_indices",)),
     Given("token_expert_indices", ("token_expert_indicies",)), Given("gating_output"), Given("renormalize"),
 )  # fmt: skip
+FORMS = {ROUTER: (_GIVEN,)}
 
 
 def supports(call: Call) -> str | None:
@@ -40,7 +41,7 @@ def run(
     tokens = logits.shape[0]
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    bind(ROUTER, load_symbol(ROUTER), _GIVEN)(
+    foreign(ROUTER, FORMS[ROUTER])(
         topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),
         gating_output=logits.contiguous(), renormalize=normalise,
     )  # fmt: skip
