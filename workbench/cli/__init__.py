@@ -21,6 +21,7 @@ from workbench.cli import (
     convert,
     generate,
     inspect,
+    port,
     probe,
     readiness,
     rehearse,
@@ -49,6 +50,7 @@ COMMANDS = (
     inspect,
     readiness,
     rehearse,
+    port,
     convert,
 )
 
