@@ -254,8 +254,10 @@ def torch_compile(device: str) -> Answer:
     command = compiler.find_compiler()
     if device == "cpu" and command is None:
         raise Skipped(f"{compiler.no_compiler()}, which torch.compile needs on a CPU", "install g++ or clang")
-    # Pools of compiler processes cost more than they save on one small function.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Pools of processes, precompiled headers and trials of every vector instruction set cost more than one small
+    # function does: 10 s with them, 6 without. The kernel is then a scalar one, which tells as well whether it works.
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0",
+                   "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="workbench-inductor-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
