@@ -13,6 +13,7 @@ from workbench.analysis.rehearse import CANNOT_RUN, DOES_NOT_FIT, NOT_FINITE, re
 from workbench.cards import card_named
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.cli import main
+from workbench.errors import BackendError
 from workbench.kernels import registry
 from workbench.kernels.linear import torch_linear
 from workbench.kernels.requirements import Requires
@@ -77,6 +78,16 @@ def test_linear_would_be_the_vendors_there(bi_v100):
     assert all("rule of the card: ixformer's matmul takes kHalf" in why for why in rows["why"])
 
 
+def test_libraries_are_judged_by_the_limits_of_the_card(bi_v100):
+    there = bi_v100[0].named.set_index(["op", "backend"])
+    assert there.loc[("linear", "ixformer"), "can"] and there.loc[("experts", "ixformer"), "can"]
+    assert "'vllm_moe_topk_softmax' not in the ixformer of one image" in there.loc[("routing", "ixformer"), "reason"]
+    assert "CoreX MoE module not found" in there.loc[("experts", "corex_moe"), "reason"]
+    here = rehearse(MINIATURE, "t4", IDS[:9], with_readiness=False).named.set_index(["op", "backend"])
+    assert here.loc[("linear", "ixformer"), "reason"] == "a library of Iluvatar's cards alone"
+    assert here.loc[("experts", "vllm"), "can"]
+
+
 def test_a_backend_that_the_card_alone_can_run_comes_first_there(monkeypatch):
     ours = registry.OPERATIONS["linear"]
     entry = registry.Backend(
@@ -93,6 +104,8 @@ def test_a_backend_that_the_card_alone_can_run_comes_first_there(monkeypatch):
     assert set(rows["on_card"]) == {"vendor"} and set(rows["backend"]) == {"torch_linear"}
     assert "vendor: NVIDIA H200 SXM 141 GB can run it" in rows["refused"].iloc[0]
     assert "this machine cannot" in rows["why"].iloc[0]
+    with pytest.raises(BackendError, match=r"can run it; .*leave it to the automatic choice"):
+        rehearse(MINIATURE, "h200", IDS[:9], backend="linear=vendor")
 
 
 def test_a_policy_that_the_card_cannot_serve_is_the_verdict_and_the_way_out_is_proven():

@@ -32,6 +32,7 @@ from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError
 from workbench.kernels.agreement import logit_difference
 from workbench.kernels.dispatch import Attestation
+from workbench.kernels.registry import Call, operation_named
 from workbench.kernels.rehearsal import ATTENTION, MATMUL, Seen
 from workbench.loading import load
 
@@ -52,6 +53,8 @@ RULE_DTYPE = {"gated_delta_rule": "float32"}
 CAN_RUN = " can run it"
 
 OP_COLUMNS = ("op", "tokens", "backend", "calls", "dtype", "on_card", "why", "refused", "routed", "cast")
+#: Of backends that run only where they are named; `can` says whether the card's limits allow it, `reason` why not.
+NAMED_COLUMNS = ("op", "backend", "can", "reason")
 PRODUCT_COLUMNS = (
     "op", "primitive", "dtype", "outcome", "library", "to", "calls", "flops", "factor", "overflowed", "flushed",
     "cast_overflowed", "cast_flushed", "why",
@@ -80,6 +83,7 @@ class Rehearsal:
     changes     what to do, in order
     ops         OP_COLUMNS: what served each op in the rehearsal; `on_card` is what would come first there: a library by
                 the card's rules, a backend that this machine alone cannot run, else what served; `why` it does
+    named       NAMED_COLUMNS: the backends of these ops that run only where they are named
     products    PRODUCT_COLUMNS: what became of every product; `factor` is its time against the card's model dtype
     costs       COST_COLUMNS: least time of a prompt of PREFILL tokens and of one token after them, on the card
     seconds     phase -> (least time with the dtypes that ran, with the card's model dtype throughout), None: unknown
@@ -99,6 +103,7 @@ class Rehearsal:
     verdict: Verdict
     changes: tuple[Change, ...]
     ops: pd.DataFrame
+    named: pd.DataFrame
     products: pd.DataFrame
     costs: pd.DataFrame
     seconds: dict[str, tuple[float | None, float | None]]
@@ -110,9 +115,8 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON values: the verdict's fields first."""
-        tables = {
-            name: getattr(self, name).astype(object).to_dict("records") for name in ("ops", "products", "costs")
-        }
+        names = ("ops", "named", "products", "costs")
+        tables = {name: getattr(self, name).astype(object).to_dict("records") for name in names}
         ready = None
         if self.readiness is not None:
             ready = self.readiness.verdict.to_json() | {
@@ -147,6 +151,7 @@ class _Passes:
     logits: Tensor | None = None
     attestation: list[Attestation] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     narrowed: tuple[int, int] = (0, 0)
     error: str | None = None
 
@@ -170,7 +175,8 @@ def rehearse(
     progress        is called with a line before each part
 
     A backend, policy or dtype that the card cannot serve is no error but the verdict. Raises InputError,
-    CheckpointError and the like for what cannot be used on any machine.
+    CheckpointError and the like for what cannot be used on any machine, BackendError for a named backend that the card
+    could run and this machine cannot.
     """
     started = time.monotonic()
     say = progress or (lambda line: None)
@@ -189,8 +195,8 @@ def rehearse(
         changes += [] if dtype == stored else [_dtype_change(card, dtype, stored, None, None)]
         return Rehearsal(
             card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=0,
-            verdict=_plan_verdict(card, dtype, plan), changes=tuple(changes), ops=ops, products=products, costs=costs,
-            seconds=seconds, readiness=None, plan=plan, accuracy=None, error=None, elapsed=time.monotonic() - started,
+            verdict=_plan_verdict(card, dtype, plan), changes=tuple(changes), ops=ops, named=_named(()),
+            products=products, costs=costs, seconds=seconds, readiness=None, plan=plan, accuracy=None, error=None, elapsed=time.monotonic() - started,
         )  # fmt: skip
     common = {"router_dtype": router_dtype, "device": device, "expert_layout": expert_layout}
     asked = {**common, "backend": backend, "policy": policy, "strict": strict}
@@ -218,8 +224,8 @@ def rehearse(
     changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, ops, products, costs)
     return Rehearsal(
         card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=len(ids),
-        verdict=verdict, changes=changes, ops=ops, products=products, costs=costs, seconds=seconds,
-         readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
+        verdict=verdict, changes=changes, ops=ops, named=_named(shown.calls), products=products, costs=costs,
+        seconds=seconds, readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
         elapsed=time.monotonic() - started,
     )  # fmt: skip
 
@@ -239,8 +245,12 @@ def _under_limits(checkpoint: str | Path, card: Card, dtype: str, input_ids: Ten
         if bool(first.logits[:, -1].isfinite().all()):
             model(first.logits[:, -1:].argmax(-1), cache=first.cache)
     except BackendError as error:
+        if card.title + CAN_RUN in str(error):  # of a backend that was named: no fault of the card
+            text = f"{error}; leave it to the automatic choice: the report then names it for the card"
+            raise BackendError(text) from None
         passes.error = str(error)
     passes.attestation, passes.seen = model.kernels.attestation(), model.kernels.rehearsed
+    passes.calls = model.kernels.calls
     return passes
 
 
@@ -290,6 +300,8 @@ def _ops(card: Card, rows: Sequence[Attestation]) -> pd.DataFrame:
         rule, why = card.rule(row.op, row.dtype), row.reason
         if ahead:
             why = f"the card can run it, this machine cannot; here: {row.reason}"
+        if row.replaced:
+            why += "; took the place of " + "; ".join(f"{name}, which {error}" for name, error in row.replaced)
         if rule is not None and not row.routed:
             ahead.insert(0, rule.to if rule.outcome == "route" else rule.library)
             why = f"rule of the card: {rule.why}; here: {row.reason}"
@@ -298,6 +310,21 @@ def _ops(card: Card, rows: Sequence[Attestation]) -> pd.DataFrame:
             "; ".join(f"{name}: {reason}" for name, reason in row.refused), row.routed, row.cast,
         ))  # fmt: skip
     return pd.DataFrame(found, columns=list(OP_COLUMNS))
+
+
+def _named(calls: Sequence[Call]) -> pd.DataFrame:
+    """What the card's limits say to the backends that no automatic order has, for the calls that were made."""
+    found: dict[tuple[str, str], str | None] = {}
+    for call in calls:
+        operation = operation_named(call.op)
+        ordered = operation.automatic_order(call)
+        for name, backend in operation.backends.items():
+            if name not in ordered and backend.requires.symbols:  # of a library
+                reason = backend.requires.lack(call) or backend.supports(call)
+                if reason is None or (call.op, name) not in found:
+                    found[call.op, name] = reason
+    rows = [(op, name, reason is None, reason or "") for (op, name), reason in sorted(found.items())]
+    return pd.DataFrame(rows, columns=list(NAMED_COLUMNS))
 
 
 def _products(card: Card, seen: Sequence[Seen]) -> pd.DataFrame:

@@ -131,6 +131,10 @@ def report_text(report: Rehearsal) -> str:
         lines += ["", "what runs for each op:", text_table(report.ops[list(OP_COLUMNS)].rename(columns=OP_COLUMNS))]
         refused = report.ops[report.ops["refused"] != ""].drop_duplicates(["op", "refused"])
         lines += [f"  {row.op}, {row.tokens} tokens: refused {row.refused}" for row in refused.itertuples()]
+    can = report.named[report.named["can"].astype(bool)]
+    if len(can):
+        names = ", ".join(f"{row.op}={row.backend}" for row in can.itertuples())
+        lines.append(f"  within its limits if installed there and named: {names}")
     if len(report.products):
         shown = report.products[list(PRODUCT_COLUMNS)].replace({"to": {"": "-"}}).rename(columns=PRODUCT_COLUMNS)
         lines += ["", "products under the card's rules:", text_table(shown)]

@@ -131,6 +131,11 @@ class Kernels:
         """`tap` as a pass of a model is to call it: outside of the card's limits where one is rehearsed."""
         return tap if tap is None or self.card is None else OutsideTap(tap)
 
+    @property
+    def calls(self) -> list[Call]:
+        """Every kind of call that was made so far, as backends were asked about it."""
+        return [site.call for site in self._sites.values()]
+
     def attestation(self) -> list[Attestation]:
         """What ran so far, one row per op, backend, dtype, device and phase (one token, or more)."""
         return merged(row for site in self._sites.values() for row in site.attested())

@@ -21,6 +21,7 @@ from workbench.report.export import stylesheet
 OP_HEADINGS = {
     "what": "op", "on_card": "on the card", "backend": "here", "calls": "calls", "dtype": "dtype", "why": "why",
 }  # fmt: skip
+NAMED_HEADINGS = {"op": "op", "backend": "backend", "can": "can run", "reason": "how, or why not"}
 PRODUCT_HEADINGS = {
     "op": "op", "primitive": "product", "dtype": "dtype", "outcome": "outcome", "library": "asked first",
     "to": "went to", "calls": "calls", "factor": "times longer", "overflowed": "overflow", "flushed": "flush",
@@ -106,7 +107,17 @@ def _ops(report: Rehearsal) -> Shown:
         f"The run of {report.tokens:,} tokens and one more. “On the card” is what comes first there: a library by the "
         "card's rules, or a backend that this machine alone cannot run; “here” is what stood in for it."
     )
-    return table(merged[list(OP_HEADINGS)], caption, OP_HEADINGS)
+    parts: list[Shown] = [table(merged[list(OP_HEADINGS)], caption, OP_HEADINGS)]
+    if len(report.named):
+        libraries = report.named.assign(reason=[
+            f"where it is installed there: --backend {row.op}={row.backend}" if row.can else row.reason
+            for row in report.named.itertuples()
+        ])[list(NAMED_HEADINGS)]  # fmt: skip
+        can = int(report.named["can"].sum())
+        caption = f"{can} of {len(libraries)} backends of libraries are within the card's limits; they run where named."
+        shown = table(libraries, caption, NAMED_HEADINGS)
+        parts.append(folded("Libraries, which run only where they are named", shown))
+    return stack(*parts)
 
 
 def _phases(tokens: pd.Series) -> str:
