@@ -196,7 +196,8 @@ def rehearse(
         return Rehearsal(
             card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=0,
             verdict=_plan_verdict(card, dtype, plan), changes=tuple(changes), ops=ops, named=_named(()),
-            products=products, costs=costs, seconds=seconds, readiness=None, plan=plan, accuracy=None, error=None, elapsed=time.monotonic() - started,
+            products=products, costs=costs, seconds=seconds, readiness=None, plan=plan, accuracy=None, error=None,
+            elapsed=time.monotonic() - started,
         )  # fmt: skip
     common = {"router_dtype": router_dtype, "device": device, "expert_layout": expert_layout}
     asked = {**common, "backend": backend, "policy": policy, "strict": strict}
