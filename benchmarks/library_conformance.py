@@ -168,8 +168,9 @@ def held_to_its_contract(op: str, name: str, options: argparse.Namespace) -> dic
     if reason is not None:
         return {"op": op, "backend": name, "outcome": "refused", "reason": reason}
     cases = None if options.all_cases else CASES.get(op)
+    dtypes = None if options.dtype is None or op == "alignment" else [getattr(torch, options.dtype)]
     started = time.perf_counter()
-    found = conform(op, name, device=options.device, cases=cases)
+    found = conform(op, name, device=options.device, cases=cases, dtypes=dtypes)
     counts = found.counts().get("value against the arbiter", {})
     return {
         "op": op, "backend": name, "outcome": found.outcome, "reason": found.reason, "values": counts,
@@ -250,6 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2048], help="of the calls at real shapes")
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each side (default 30)")
     parser.add_argument("--all-cases", action="store_true", help="every case of the contracts, not those of CASES")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the contract, only this one: "
+                        "fewer kernels to compile; the real shapes stay as they are")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small sizes in the place of the model's")
     parser.add_argument("--out", type=Path, help="write everything as JSON to this file")
     options = parser.parse_args(arguments)

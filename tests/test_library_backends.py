@@ -316,6 +316,30 @@ def test_an_observer_sees_the_scores_and_may_change_them(here, name):
     assert relative_error(even, means) < 1e-2
 
 
+def test_the_page_has_every_backend_with_its_ops_policy_and_source():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "backends.md").read_text(encoding="utf-8")
+    lines = page.splitlines()
+    foreign = {(op, name) for op, operation in OPERATIONS.items() for name, backend in operation.backends.items()
+               if backend.requires.symbols}  # fmt: skip
+    rows = [line.split("|") for line in lines if line.startswith("| `") and "=" in line.split("|")[1]]
+    assert {tuple(row[1].strip(" `").split("=")) for row in rows} == foreign
+    for row in rows:
+        op, name = row[1].strip(" `").split("=")
+        requires = OPERATIONS[op].backends[name].requires
+        if requires.capability:
+            assert f"CUDA {requires.capability[0]}.{requires.capability[1]}" in row[3], row
+        for dtype, short in ((BF16, "bf16"), (F16, "fp16"), (F32, "fp32")):
+            assert (short in row[3]) == (dtype in requires.dtypes), row
+        read = [libraries.READ_FROM[symbol][1] for symbol in requires.symbols if symbol in libraries.READ_FROM]
+        assert all(origin.split()[0].rstrip(",") in row[2] and origin.split()[-1] in row[2] for origin in read), row
+    for op, name in foreign:
+        (listed,) = [line for line in lines if line.startswith(f"| `{op}` |")]
+        assert f"`{name}`" in listed
+        policy = OPERATIONS[op].backends[name].policy
+        assert policy is None or f"| `{name}` | `{policy}` |" in page
+        assert f"`{name}`" in page.partition("| backend | on a GPU |")[2].partition("##")[0]
+
+
 @pytest.fixture
 def script(monkeypatch, installed):
     """benchmarks/library_conformance.py, over a registry whose foreign backends run on a CPU."""
