@@ -189,6 +189,17 @@ def loaded_bridge(bridge, library):
     return LoadedBridge(bridge, build_bridge(bridge, wanted[0], library, find_compiler()).path, library)
 
 
+def test_a_tensor_that_a_function_replaces_is_noticed(tmp_path):
+    source = ("namespace at { struct Tensor { void* impl; Tensor(const Tensor&); ~Tensor(); }; }\n"
+              "namespace vendor { void matmul(const at::Tensor&, at::Tensor, at::Tensor& y) { y.impl = nullptr; } }\n")
+    library = build(tmp_path / "lib", source, "libreplaces.so", ("-Wl,-z,lazy",))
+    types = ("at::Tensor const&", "at::Tensor", "at::Tensor&")
+    bridge = replace(LOOPS, signature=types, arguments=("x", "weight", "y"))
+    x = torch.zeros(2, 2)
+    with pytest.raises(BackendError, match="put another tensor in the place of its argument y"):
+        loaded_bridge(bridge, library).call({"x": x, "weight": x, "y": x}, x.device)
+
+
 def test_of_two_libraries_with_one_soname_the_wrong_one_is_noticed(tmp_path):
     first, second = (build(tmp_path / n, MATMUL, "libtwin.so") for n in ("a", "b"))
     loaded_bridge(LOOPS, first)
@@ -498,6 +509,17 @@ def test_broken_libraries_of_a_vendor_are_named(library, tmp_path):
     found = steps(library, tmp_path / "libvendor.so", tmp_path / "libvendor_arm.so").of_vendor(VENDOR, False)
     assert found[0].found == "1 of 3 can be linked against"
     assert [s.cause_id for s in found if s.outcome == FAIL] == ["not_an_elf_file", "wrong_architecture"]
+
+
+def test_tables_that_disagree_are_a_fault(library, monkeypatch):
+    from workbench.probe import vendor_steps
+
+    monkeypatch.setattr(vendor_steps, "names_by_nm", lambda path: frozenset({"plain_matmul"}))
+    step = steps(library).of_vendor(VENDOR, False)[0]
+    assert (step.outcome, step.cause_id) == (FAIL, "tables_disagree") and "and nm 1;" in step.found
+    monkeypatch.setattr(vendor_steps, "names_by_nm", lambda path: None)
+    step = steps(library).of_vendor(replace(VENDOR, wanted=()), False)[0]
+    assert step.outcome == PASS and "nm is not installed, so not read twice" in step.details[0]
 
 
 def test_a_vendor_that_is_not_here():

@@ -82,6 +82,7 @@ def test_the_end_of_a_child_is_the_fault_of_one_check(run, function, arguments, 
     before, step, after = run("fine", function, "fine", **{function: arguments})
     assert before.outcome == after.outcome == PASS
     assert step.outcome == FAIL and step.cause_id == cause and found in step.found
+    assert not any("Warning" in line for line in step.details)
     if detail is not None:
         assert any(detail in line for line in step.details), step.details
 

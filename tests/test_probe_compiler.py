@@ -66,6 +66,8 @@ def test_without_a_compiler(monkeypatch):
     assert compiler.find_compiler() is None
     with pytest.raises(Skipped, match=r"none of c\+\+, g\+\+, clang\+\+ is on the PATH"):
         device.extension()
+    with pytest.raises(Skipped, match=r"no nvcc|needs a C"):
+        device.nvcc("cpu")
     monkeypatch.setenv("CXX", "hipcc --flag")
     assert compiler.find_compiler() is None and "$CXX is 'hipcc --flag'" in compiler.no_compiler()
 

@@ -28,6 +28,8 @@ from workbench.probe.steps import FAIL, PASS, SKIP, Failed, Skipped, Step
 ROOT = Path(__file__).resolve().parents[2]
 #: Lines and characters of a dead child's output that are shown.
 LAST_LINES, LAST_CHARACTERS = 12, 4000
+#: What the child runs.
+PROGRAM = "import sys; from workbench.probe.child import serve; serve(*sys.argv[1:])"
 #: How often the parent looks.
 TICK_S = 0.02
 
@@ -76,7 +78,7 @@ def _one_child(
         paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
         with open(output, "wb") as stream:
             child = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "workbench.probe.child", str(order), str(results)],
+                [sys.executable, "-X", "faulthandler", "-c", PROGRAM, str(order), str(results)],
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)},
             )  # fmt: skip
@@ -152,7 +154,7 @@ def last_lines(text: str) -> tuple[str, ...]:
     return tuple(lines[-LAST_LINES:])
 
 
-def _main(order: str, results: str) -> None:
+def serve(order: str, results: str) -> None:
     """The child: every task once, a line before and after each."""
     tasks = json.loads(Path(order).read_text(encoding="utf-8"))
     with open(results, "a", encoding="utf-8") as stream:
@@ -197,7 +199,3 @@ def told(error: BaseException) -> str:
         texts.append(f"{type(seen).__name__}: {seen}" if str(seen) else type(seen).__name__)
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return one_line(", caused by ".join(texts))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
