@@ -47,9 +47,6 @@ STATES = (WRONG, MISSING, SLOW, UNPROVEN, RIGHT)
 #: Backends of torch that hand the whole work, or its products, to one kernel of a library made for the device.
 ONE_KERNEL = frozenset({"torch_linear", "torch_sdpa", "torch_onednn", "torch_depthwise", "torch_grouped"})
 
-#: How backends of a card's vendor are named: they are for cards whose profile names them.
-VENDORS = ("ixformer", "corex_")
-
 #: A request: tokens of the prompt, tokens that follow, and how many times its least time an op may take.
 PROMPT, FOLLOWING, MULTIPLE = 2048, 256, 3.0
 
@@ -353,16 +350,12 @@ class _Examiner:
     def _doubt(self, backend: Backend) -> str:
         """Why the profile gives no reason to expect that a library works there; empty where it does.
 
-        One that it names may; any other needs a compute capability to be judged by, and a vendor's is for its cards.
+        One that it names may; any other needs a compute capability to be judged by.
         """
         named = {rule.library for rule in self.card.rules}
         named |= {name.partition(":")[0].partition(".")[0] for name in self.card.absent_modules}
         roots = {symbol.partition(":")[0].partition(".")[0] for symbol in backend.requires.symbols}
-        if self.is_card or named & {backend.name, *roots}:
-            return ""
-        if backend.name.startswith(VENDORS):
-            return f"of another vendor: the profile of {self.card.name} does not name it"
-        if self.card.capability is not None:
+        if self.is_card or self.card.capability is not None or named & {backend.name, *roots}:
             return ""
         return f"not known to work there: {self.card.name}'s profile has no compute capability and does not name it"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 
 import pandas as pd
 
@@ -17,9 +18,10 @@ HEADINGS = {
     "decode": "of a token, %", "kernel": "kernel", "meanwhile": "meanwhile", "ratio": "times the least",
 }  # fmt: skip
 PART_HEADINGS = {
-    "part": "part", "phase": "phase", "calls": "calls", "backend": "backend", "least": "least time",
-    "bound": "bound by", "seconds": "time", "ratio": "times the least", "how": "how it is known",
+    "part": "part", "calls": "calls", "backend": "backend", "least": "least time", "seconds": "time",
+    "ratio": "times the least", "how": "how it is known",
 }  # fmt: skip
+FIVE_IN_A_ROW = "grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr))"
 #: What each state means, for the legend.
 MEANING = {
     WRONG: "fails its contract", MISSING: "no kernel of its own there", SLOW: "right, and far from its least time",
@@ -43,7 +45,7 @@ def port_page(board: Board, command: str) -> str:
         "Measured on": board.machine if board.device else "nothing, times are priced", "Workbench": __version__,
     }  # fmt: skip
     rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
-    first = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(board))
+    first = "".join(f"<li>{_prose(sentence)}</li>" for sentence in findings(board))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -51,7 +53,7 @@ def port_page(board: Board, command: str) -> str:
         f"<title>{html.escape(heading)} – hybrid MoE workbench</title>\n"
         f"<style>\n{stylesheet()}\n</style>\n</head>\n<body>\n"
         f'<header>\n<p class="kicker">Port board</p>\n<h1>{html.escape(heading)}</h1>\n'
-        f'<ol class="findings">{first}</ol>\n<dl class="numbers">{boxes}</dl>\n</header>\n'
+        f'<ol class="findings">{first}</ol>\n<dl class="numbers" style="{FIVE_IN_A_ROW}">{boxes}</dl>\n</header>\n'
         f'<main>\n<section class="cell">\n{port_view(board).page}\n</section>\n</main>\n'
         f'<footer>\n<h2>Provenance</h2>\n<dl class="provenance">{rows}</dl>\n</footer>\n</body>\n</html>\n'
     )
@@ -94,6 +96,11 @@ def port_view(board: Board) -> Html:
     return stack(*parts)
 
 
+def _prose(text: str) -> str:
+    """Escaped, what stands in backquotes as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def _line(rank: int, row: PortRow) -> tuple:
     worst = row.worst
     return (
@@ -112,10 +119,8 @@ def _evidence(row: PortRow) -> Html:
     entries += [("Failure", row.failure)] if row.failure else []
     entries += [("Checked", row.checked)] if row.checked else []
     entries += [("Meanwhile", f"{row.meanwhile}, composed of torch's operators")] if row.meanwhile else []
-    listed = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in entries)
-    listed += "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(why)}</dd>" for name, why in row.libraries
-    )
+    shown = [*entries, *((f"Library {name}", why) for name, why in row.libraries)]
+    listed = "".join(f"<dt>{html.escape(k)}</dt><dd>{_prose(v)}</dd>" for k, v in shown)
     kind = "fine" if row.state in (RIGHT, UNPROVEN) else "fault"
     head = f"{row.op}: {row.state}"
     page = f'<section class="verdict {kind}"><p><strong>{html.escape(head)}</strong></p><dl>{listed}</dl></section>'
@@ -126,8 +131,8 @@ def _evidence(row: PortRow) -> Html:
 
 def _part(part: Part) -> tuple:
     return (
-        part.name, "prompt" if part.phase == "prefill" else "token", part.calls, part.backend or "none",
-        "unknown" if part.least is None else duration_text(part.least), part.bound,
+        f"{part.name}, {'prompt' if part.phase == 'prefill' else 'token'}", part.calls, part.backend or "none",
+        "unknown" if part.least is None else f"{duration_text(part.least)}, {part.bound}",
         "unknown" if part.seconds is None else duration_text(part.seconds),
         "–" if part.ratio is None else f"{part.ratio:.3g}", part.how,
     )  # fmt: skip
