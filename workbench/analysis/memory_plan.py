@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from workbench.analysis.costs import WIDTH
+from workbench.analysis.wording import size_text
 from workbench.cards import Card
 from workbench.checkpoint import expected_tensors
 from workbench.checkpoint.layout import ALWAYS_FLOAT32, OFFICIAL_FLOAT32
@@ -87,6 +88,19 @@ class MemoryPlan:
         if self.free is None:
             return None
         return max(0, self.free // (self.sequence + self.length * self.token))
+
+    def in_words(self) -> str:
+        """What takes how much, and what is left, in one sentence."""
+        if self.usable is None:
+            return f"memory: weights {size_text(self.weights)} in {self.dtype}; that of the card is unknown"
+        rest = (
+            f"{size_text(-self.free)} too much before the first token" if self.free < 0
+            else f"room for {self.most_sequences:,} sequences of {self.length:,} tokens, or one of {self.longest:,}"
+        )  # fmt: skip
+        return (
+            f"memory: weights {size_text(self.weights)} and a pass of {self.prompt:,} tokens {size_text(self.working)} "
+            f"of {size_text(self.usable)} ({self.utilisation:.0%} of the card): {rest}"
+        )
 
     def to_json(self) -> dict[str, object]:
         derived = ("usable", "needed", "fits", "free", "longest", "most_sequences")

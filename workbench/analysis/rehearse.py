@@ -394,7 +394,7 @@ def _verdict(
     card: Card, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan, readiness: Readiness | None,
     accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
 ) -> Verdict:  # fmt: skip
-    evidence = [_memory_sentence(plan)]
+    evidence = [plan.in_words()]
     evidence += _accuracy_sentences(card, dtype, accuracy)
     routed = products[products["outcome"] == "route"]
     if len(routed):
@@ -435,7 +435,7 @@ def _verdict(
 
 def _plan_verdict(card: Card, dtype: str, plan: MemoryPlan) -> Verdict:
     """Of the memory alone."""
-    evidence = (_memory_sentence(plan),)
+    evidence = (plan.in_words(),)
     asked = f"{counted(plan.sequences, 'sequence')} of {plan.length:,} tokens"
     if plan.fits is None:
         return Verdict(f"Whether it fits {card.title} is not known", evidence=evidence, confidence=NOT_ESTABLISHED)
@@ -455,19 +455,6 @@ def _plan_verdict(card: Card, dtype: str, plan: MemoryPlan) -> Verdict:
 def _op_in(error: str) -> str | None:
     """The op of an error that begins with it."""
     return error.removeprefix("op ").partition(":")[0] if error.startswith("op ") else None
-
-
-def _memory_sentence(plan: MemoryPlan) -> str:
-    if plan.usable is None:
-        return f"memory: weights {size_text(plan.weights)} in {plan.dtype}; that of the card is unknown"
-    rest = (
-        f"{size_text(-plan.free)} too much before the first token" if plan.free < 0
-        else f"room for {plan.most_sequences:,} sequences of {plan.length:,} tokens, or one of {plan.longest:,}"
-    )  # fmt: skip
-    return (
-        f"memory: weights {size_text(plan.weights)} and a pass of {plan.prompt:,} tokens {size_text(plan.working)} of "
-        f"{size_text(plan.usable)} ({plan.utilisation:.0%} of the card): {rest}"
-    )
 
 
 def _accuracy_sentences(card: Card, dtype: str, accuracy: dict | None) -> list[str]:

@@ -49,6 +49,13 @@ ATTENTION = frozenset({
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
 })  # fmt: skip
 
+#: Operators made of others that only move, view or convert: taking them apart costs time and shows nothing.
+LAYOUTS = frozenset({
+    "aten::to", "aten::type_as", "aten::reshape", "aten::reshape_as", "aten::view_as", "aten::expand_as",
+    "aten::flatten", "aten::unflatten", "aten::contiguous", "aten::chunk", "aten::narrow", "aten::movedim",
+    "aten::numpy_T", "aten::mT", "aten::ravel", "aten::pad", "aten::stack", "aten::item", "aten::detach",
+})  # fmt: skip
+
 #: Ops of the workbench inside which nothing of float32 or wider is narrowed by a rule.
 KEPT_WIDE = frozenset({"gated_delta_rule"})
 
@@ -150,7 +157,7 @@ class Rehearsal(TorchDispatchMode):
         if _functional(name) in self.card.absent_primitives:
             return "absent"
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return "composite"
+            return "plain" if name in LAYOUTS else "composite"
         if _functional(name) in PRODUCTS:
             return "product"
         return "convolution" if name in CONVOLUTIONS else "attention" if name in ATTENTION else "plain"
