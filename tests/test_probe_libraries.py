@@ -128,6 +128,21 @@ def test_flipped_bytes_end_in_a_library_or_a_named_fault(library, tmp_path):
     assert faults > 10
 
 
+def test_flipped_bytes_anywhere_leave_local_names_or_a_named_fault(library, tmp_path):
+    chance = random.Random(1)
+    faults = 0
+    for _ in range(60):
+        def flip(data):
+            for _ in range(200):  # the table of sections, at the end, names where .symtab is
+                data[-chance.randrange(1, 2100)] = chance.randrange(256)
+
+        try:
+            assert isinstance(local_functions(changed(library, tmp_path, flip)), tuple)
+        except LibraryFault:
+            faults += 1
+    assert faults > 10
+
+
 def test_places(library, tmp_path, monkeypatch):
     folder = tmp_path / "here" / "deeper"
     folder.mkdir(parents=True)
@@ -200,9 +215,10 @@ def test_headers_tell_the_result(tmp_path):
         "inline const int64_t* other() { return matmul(3); }\n}\n", encoding="utf-8",
     )  # fmt: skip
     (tmp_path / "empty.hpp").touch()
+    (tmp_path / "gone.h").symlink_to("nothing")
     found = inventory([tmp_path, tmp_path], "matmul")
-    assert found.count == 2
+    assert found.count == 3 and "1 of them cannot be read" in found.told()
     (declared,) = found.declarations
-    assert (declared.returns, declared.line) == ("at::Tensor&", 6) and "2 headers" in found.told()
+    assert (declared.returns, declared.line) == ("at::Tensor&", 6) and "3 headers" in found.told()
     assert inventory([tmp_path], "absent").told().endswith("none declares it")
     assert inventory([], "absent").told() == "no header beside the library"

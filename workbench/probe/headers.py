@@ -38,6 +38,7 @@ class Inventory:
     folders: tuple[Path, ...]
     declarations: tuple[Declaration, ...]
     is_cut: bool = False
+    unreadable: int = 0
 
     def told(self) -> str:
         """One sentence."""
@@ -45,6 +46,7 @@ class Inventory:
             return "no header beside the library"
         where = ", ".join(map(str, self.folders[:3])) + (" and others" if len(self.folders) > 3 else "")
         more = f", only the first {MOST} read" if self.is_cut else ""
+        more += f", {self.unreadable} of them cannot be read" if self.unreadable else ""
         if not self.declarations:
             return f"{self.count} headers in {where}{more}, none declares it"
         first = self.declarations[0]
@@ -65,7 +67,7 @@ def header_folders(library: Path, packages: Iterable[Path] = ()) -> list[Path]:
 
 def inventory(folders: Iterable[Path], name: str) -> Inventory:
     """All headers below `folders`, and what they declare under `name`, a function's name without namespaces."""
-    count, is_cut = 0, False
+    count, unreadable, is_cut = 0, 0, False
     having: list[Path] = []
     found: list[Declaration] = []
     for folder in dict.fromkeys(folders):
@@ -78,8 +80,11 @@ def inventory(folders: Iterable[Path], name: str) -> Inventory:
                     is_cut = True
                     break
                 count += 1
-                found += _declarations(Path(parent, header), name)
-    return Inventory(count, tuple(having), tuple(found), is_cut)
+                try:
+                    found += _declarations(Path(parent, header), name)
+                except OSError:  # counted and told: another header may have it
+                    unreadable += 1
+    return Inventory(count, tuple(having), tuple(found), is_cut, unreadable)
 
 
 def _declarations(path: Path, name: str) -> list[Declaration]:

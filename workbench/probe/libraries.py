@@ -5,6 +5,7 @@ A file's table of dynamic symbols is read with pyelftools, and read again with `
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -180,7 +181,10 @@ def read_library(path: Path) -> Library:
             stream.seek(0)
             return _read(path, stream)
     except OSError as error:
-        raise LibraryFault(f"{path}: cannot be read: {error.strerror}", "unreadable_library") from error
+        is_damaged = error.errno == errno.EINVAL  # a position that no file has was read from it and gone to
+        raise LibraryFault(
+            f"{path}: cannot be read: {error.strerror}", "damaged_library" if is_damaged else "unreadable_library"
+        ) from error
     except DAMAGED as error:
         size = path.stat().st_size
         raise LibraryFault(
@@ -231,12 +235,19 @@ def _read(path: Path, stream) -> Library:
 
 
 def local_functions(path: Path) -> tuple[str, ...]:
-    """Functions that a library has for itself and does not export, where it was not stripped of their names."""
+    """Functions that a library has for itself and does not export, where it was not stripped of their names.
+
+    Raises LibraryFault where their table cannot be read, which `read_library` does not look at.
+    """
     with open(path, "rb") as stream:
-        elf = ELFFile(stream)
-        section = elf.get_section_by_name(".symtab")
-        symbols = () if section is None else _quickly(elf, section)
-        return tuple(s.name for s in symbols if s.is_defined and s.is_function)
+        try:
+            elf = ELFFile(stream)
+            section = elf.get_section_by_name(".symtab")
+            symbols = () if section is None else _quickly(elf, section)
+            return tuple(s.name for s in symbols if s.is_defined and s.is_function)
+        except (OSError, *DAMAGED) as error:  # OSError: a position that no file has
+            raise LibraryFault(f"{path}: its table .symtab cannot be read, {type(error).__name__}: {error}",
+                               "damaged_library") from error  # fmt: skip
 
 
 def _check_size(path: Path, start: bytes) -> None:
@@ -290,10 +301,13 @@ def names_by_nm(path: Path) -> frozenset[str] | None:
     program = shutil.which("nm")
     if program is None:
         return None
-    done = subprocess.run(
-        [program, "-D", "--defined-only", str(path)], capture_output=True, text=True, errors="replace",
-        timeout=PATIENCE_S,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [program, "-D", "--defined-only", str(path)], capture_output=True, text=True, errors="replace",
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LibraryFault(f"{path}: nm cannot be asked: {error}", "tool_broken") from error
     if done.returncode:
         raise LibraryFault(f"{path}: nm -D fails with code {done.returncode}: {done.stderr.strip()}", "damaged_library")
     # The version of a symbol stands behind @.

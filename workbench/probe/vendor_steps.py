@@ -417,7 +417,12 @@ def _near(libraries: Sequence[Library], words: Sequence[str]) -> list[str]:
             near += [f"{library.path.name}: {f.shown}{why}" for f in functions(names)]
         if holds(library.path, words):
             known = {s.name for s in library.symbols}
-            inside = (n for n in local_functions(library.path) if n not in known and any(w in n for w in words))
+            try:
+                own = local_functions(library.path)
+            except LibraryFault as fault:
+                near.append(str(fault))
+                continue
+            inside = (n for n in own if n not in known and any(w in n for w in words))
             near += [
                 f"{library.path.name}: {f.shown} (there, and not exported: nothing can link to it)"
                 for f in functions(inside)
@@ -442,6 +447,7 @@ def _repair(fault: LibraryFault) -> str:
     return {
         "wrong_architecture": "install the package for this machine's architecture",
         "unreadable_library": "name a file that is there and that this user may read",
+        "tool_broken": "repair or remove the nm that is first on the PATH",
         "tables_disagree": "the file is damaged or packed: compare its checksum with the vendor's and copy it again",
     }.get(fault.cause_id, "copy or install the file again, and compare its checksum with the vendor's")
 
