@@ -201,6 +201,27 @@ def test_memory_that_was_never_written_shows():
     assert math.isnan(row.found) and math.isfinite(row.expected) and row.output == "y" and len(row.index) == 3
 
 
+def reads_leftovers_of_its_own(x, weight):
+    """The same in memory that no Python function handed out, as compiled code does."""
+    rows = torch.ops.aten.empty.memory_format([weight.shape[0]], dtype=x.dtype, device=x.device)
+    return F.linear(x, weight) + 0.0 * rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_that_compiled_code_allocates_is_full_of_nan_too():
+    """CUDA's allocator hands freed blocks out again by their size; what a CPU's does is its own affair."""
+    found = conform("linear", reads_leftovers_of_its_own, dtypes=[F32], device="cuda")
+    assert found.outcome == FAILED and failed(found) <= {EMPTY, VALUE, STRIDES, GRADIENT, NAN, REPEAT}
+
+
+def test_freed_blocks_of_every_size_of_the_call_are_left_behind(monkeypatch):
+    left = []
+    monkeypatch.setattr(conformance, "_leave_nan_behind", lambda tensors: left.extend(tuple(x.shape) for x in tensors))
+    conform("linear", F.linear, dtypes=[F32], cases=["one output"])
+    assert left == [(2, 40, 1), (2, 40, 17), (1, 17)]
+
+
 def spoils_its_input(x, weight, *, eps):
     y = torch_rms.run_rms_norm(x, weight, eps=eps)
     if not x.requires_grad:

@@ -2,7 +2,8 @@
 
 Fresh memory is often zero, so code that reads an element it never wrote passes a test by luck. With NaN it fails. Only
 calls made by code of the named packages are affected: torch's own layers and other libraries may rely on leftovers
-being harmless, and filling for them would cost time. Memory that compiled code allocates by itself is out of reach.
+being harmless, and filling for them would cost time. Memory that compiled code allocates by itself is out of reach
+here; `conformance` leaves freed blocks full of NaN for it to find.
 """
 
 from __future__ import annotations
