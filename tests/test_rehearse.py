@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from models import mini, mini_dense, mini_next
 from test_rehearsal import Witness
 
 from workbench.analysis.half_precision import OVERFLOW
@@ -13,10 +14,12 @@ from workbench.analysis.rehearse import CANNOT_RUN, DOES_NOT_FIT, NOT_FINITE, re
 from workbench.cards import card_named
 from workbench.checkpoint import read_checkpoint, write_checkpoint
 from workbench.cli import main
+from workbench.config import ModelConfig
 from workbench.errors import BackendError
-from workbench.kernels import registry
+from workbench.kernels import Kernels, registry
 from workbench.kernels.linear import torch_linear
 from workbench.kernels.requirements import Requires
+from workbench.model import CausalLM
 from workbench.numerics import NumericsPolicy
 from workbench.report.build import Request, _build_card
 from workbench.report.card import card_page
@@ -158,6 +161,23 @@ def test_a_card_with_bfloat16_needs_nothing():
     assert report.dtype == report.stored == "bfloat16" and report.readiness is None
     assert not any(change.must for change in report.changes)
     assert set(report.products["outcome"]) == {"run"} or set(report.products["dtype"]) == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        mini_dense(), mini_next(), mini(layer_types=["linear_attention"] * 4, full_attention_interval=None),
+        mini(layer_types=["full_attention"] * 4, full_attention_interval=None, mtp_num_hidden_layers=0),
+    ],
+    ids=["dense", "next", "linear layers alone", "full attention alone"],
+)  # fmt: skip
+def test_every_family_is_rehearsed_and_shown(fields, tmp_path):
+    model = CausalLM(ModelConfig.from_hf(fields), Kernels()).init_weights(0)
+    write_checkpoint(tmp_path / "model", model.config, model.state_dict())
+    report = rehearse(tmp_path / "model", "v100", list(range(70)))
+    assert not report.verdict.is_fault and report.readiness is not None
+    assert {"linear", "rms_norm"} <= set(report.ops["op"]) and report.costs["seconds"].gt(0).all()
+    assert card_page(report, "workbench rehearse").count("<h2>") == 8
 
 
 def test_unknown_figures_are_said_to_be_unknown():
