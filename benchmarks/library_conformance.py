@@ -31,7 +31,7 @@ from workbench.kernels.conformance import CONTRACTS, conform
 from workbench.kernels.contract import Contract
 from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec as rule_spec
-from workbench.kernels.registry import OPERATIONS, Call
+from workbench.kernels.registry import OPERATIONS, Backend, Call
 from workbench.kernels.requirements import dtype_name
 from workbench.numerics import resolve_policy
 from workbench.provenance import commit, versions
@@ -106,14 +106,16 @@ def called(contract: Contract, kernels: Kernels, arguments: dict[str, Any]) -> t
     return contract.parts(getattr(kernels, contract.op)(**arguments))
 
 
-def errors(contract: Contract, found: tuple, expected: tuple, dtype: torch.dtype) -> dict[str, float]:
+def errors(
+    contract: Contract, backend: Backend, found: tuple, expected: tuple, dtype: torch.dtype
+) -> dict[str, float]:
     """Each output's error in units of its limit; whole numbers are equal (0) or not (inf)."""
     shares = {}
     for name, part, reference in zip(contract.outputs, found, expected, strict=True):
         if not part.is_floating_point():
             shares[name] = 0.0 if torch.equal(part, reference) else math.inf
         else:
-            error, limit = relative_error(part, reference.to(part.device)), contract.limit(dtype, name)
+            error, limit = relative_error(part, reference.to(part.device)), contract.allowed(dtype, name, backend)
             shares[name] = error / limit if limit else (0.0 if error == 0.0 else math.inf)
     return shares
 
@@ -205,7 +207,7 @@ def at_real_shapes(op: str, names: list[str], options: argparse.Namespace) -> It
                     is_refused = "was asked for and cannot serve this call" in str(error)
                     row |= {"outcome": "refused" if is_refused else "failed", "reason": one_line(str(error))}
                     continue
-                shares = errors(contract, found, expected, dtype)
+                shares = errors(contract, OPERATIONS[op].backends[name], found, expected, dtype)
                 is_right = max(shares.values()) <= 1.0
                 row |= {"outcome": "right" if is_right else "wrong", "error_over_limit": shares}
                 if is_right:

@@ -459,7 +459,7 @@ class _Examination:
     ) -> Iterator[Row]:  # fmt: skip
         """A row for each output: within its limit of the arbiter; whole numbers exactly."""
         for name, part, reference in zip(self.contract.outputs, found, expected, strict=True):
-            allowed = self.contract.limit(dtype, name) if limit is None else limit
+            allowed = self.contract.allowed(dtype, name, self.backend) if limit is None else limit
             part, reference = part.cpu(), reference.cpu()
             if not part.is_floating_point():
                 if torch.equal(part, reference):
@@ -642,7 +642,8 @@ class _Examination:
             }  # fmt: skip
         rest = torch.isfinite(reference) & ~may
         if bool(rest.any()):
-            error, limit = relative_error(part[rest], reference[rest]), self.contract.limit(dtype, output)
+            error = relative_error(part[rest], reference[rest])
+            limit = self.contract.allowed(dtype, output, self.backend)
             if error > limit:
                 good = part.masked_fill(~rest, 0.0), reference.masked_fill(~rest, 0.0)
                 return "values beside a NaN changed", {"error": error, "limit": limit, **_place(*good, limit)}

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from workbench.kernels.registry import Backend
 
 #: Arguments of one call of an op, by name, floating tensors in fp32.
 Arguments = Mapping[str, Any]
@@ -105,6 +108,11 @@ class Contract:
     legal: Callable[[Arguments, str, Tensor], str | None] = lambda _arguments, _output, _values: None
     parts: Callable[[Any], Outputs] = lambda found: found if isinstance(found, tuple) else (found,)
 
+    def allowed(self, dtype: torch.dtype, output: str, backend: Backend | None = None) -> float:
+        """The limit of an output; of a backend that rounds inside (`Backend.rounds_inside`) the widest of them all."""
+        outputs = self.outputs if backend is not None and backend.rounds_inside else (output,)
+        return max(self.limit(dtype, name) for name in outputs)
+
     def cast(self, arguments: Arguments, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
         """Floating inputs in `dtype`, those of `wide` in fp32 or better, tensors on `device` but those of the host."""
 
@@ -139,6 +147,11 @@ def rounding_text(roundings: int) -> str:
 def same_dtype(dtype: torch.dtype, _output: str) -> torch.dtype:
     """Outputs in the dtype of the call."""
     return dtype
+
+
+def tokens_text(count: int) -> str:
+    """``1 token``, ``2 tokens``: for names of cases."""
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -63,6 +63,9 @@ class Backend:
     mutates   names of inputs that it updates in place
     policy    preset that describes what it computes; it is the policy of whoever names the backend and no policy
     forms     how the foreign functions that it requires may be called, by symbol (`signatures`)
+    rounds_inside
+              operands of its inner products are rounded to the dtype of the inputs, as tensor cores take them: what the
+              contract holds to fp32 (a recurrent state) is as far off as that dtype rounds
     """
 
     op: str
@@ -73,6 +76,7 @@ class Backend:
     mutates: tuple[str, ...] = ()
     policy: str | None = None
     forms: Mapping[str, tuple[tuple[Given, ...], ...]] = field(default_factory=dict)
+    rounds_inside: bool = False
 
     def refusal(self, call: Call) -> str | None:
         """Why the call cannot be served, None where it can; says everything that can be known before the call."""
@@ -129,22 +133,27 @@ def register_operation(
 
 
 def _declared(op: str, name: str, module: Any) -> Backend:
-    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES, POLICY and FORMS."""
+    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES, POLICY, FORMS and
+    ROUNDS_INSIDE."""
     return Backend(
         op, name, module.run, module.supports, getattr(module, "REQUIRES", Requires()),
         tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None), getattr(module, "FORMS", {}),
+        getattr(module, "ROUNDS_INSIDE", False),
     )  # fmt: skip
 
 
 def register_backend(
     op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None], *,
     requires: Requires | None = None, mutates: Collection[str] = (), policy: str | None = None,
+    rounds_inside: bool = False,
 ) -> None:  # fmt: skip
     """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is taken."""
     operation = operation_named(op)
     if name in operation.backends:
         raise BackendError(f"op {op}: backend {name!r} is registered already; choose another name")
-    added = Backend(op, name, run, supports, requires or Requires(), tuple(mutates), policy)
+    added = Backend(
+        op, name, run, supports, requires or Requires(), tuple(mutates), policy, rounds_inside=rounds_inside
+    )
     OPERATIONS[op] = Operation(op, dict(operation.backends) | {name: added}, operation.automatic_order)
 
 

@@ -24,6 +24,8 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 POLICY = "fla"
+#: Tensor cores take U, W and the decayed keys in the dtype of the inputs.
+ROUNDS_INSIDE = True
 CHUNK = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
 RECURRENT = "fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule"
 REQUIRES = Requires(

@@ -21,6 +21,8 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 POLICY = "fla"
+#: Tensor cores take U, W and the decayed keys in the dtype of the inputs.
+ROUNDS_INSIDE = True
 CHUNK = "flash_qla:chunk_gated_delta_rule"
 REQUIRES = Requires(
     devices=("cuda",), capability=(9, 0), capability_below=(12, 0), dtypes=(torch.bfloat16, torch.float16),

@@ -21,6 +21,8 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 POLICY = "flashinfer"
+#: Tensor cores take U, W and the decayed keys in the dtype of the inputs.
+ROUNDS_INSIDE = True
 CHUNK = "flashinfer.gdn_prefill:chunk_gated_delta_rule"
 REQUIRES = Requires(devices=("cuda",), capability=(9, 0), dtypes=(torch.bfloat16, torch.float16), symbols=(CHUNK,))
 HEAD_SIZE = 128

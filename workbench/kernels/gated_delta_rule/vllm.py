@@ -22,6 +22,8 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 POLICY = "vllm"
+#: Tensor cores take U, W and the decayed keys in the dtype of the inputs.
+ROUNDS_INSIDE = True
 CHUNK = "vllm.third_party.flash_linear_attention.ops:chunk_gated_delta_rule"
 RECURRENT = "vllm.third_party.flash_linear_attention.ops:fused_recurrent_gated_delta_rule"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), symbols=(CHUNK, RECURRENT))
