@@ -154,7 +154,7 @@ def contract_content(contract: Contract) -> dict[str, Any]:
     """What someone needs to write a backend without reading our code."""
     import torch
 
-    from workbench.kernels.conformance import CHECKS, signature_text
+    from workbench.kernels.conformance import CHECKS, signature_of, signature_text
     from workbench.kernels.requirements import dtype_name
 
     def shown(value: object) -> str:
@@ -168,7 +168,7 @@ def contract_content(contract: Contract) -> dict[str, Any]:
         "text": inspect.getdoc(contract.spec),
         "dtypes": [dtype_name(dtype) for dtype in contract.dtypes],
         "wide": list(contract.wide),
-        "on_host": list(contract.on_host),
+        "on_host": [name for name in contract.on_host if name in signature_of(contract.op).parameters],
         "outputs": {
             output: {dtype_name(d): dtype_name(contract.output_dtype(d, output)) for d in contract.dtypes}
             for output in contract.outputs
@@ -187,6 +187,14 @@ def contract_content(contract: Contract) -> dict[str, Any]:
     }
 
 
+def _dtype_text(output: str, by: dict[str, str]) -> str:
+    """``state is float32 for bfloat16, float32 for float16``, in the least words."""
+    if len(set(by.values())) == 1:
+        return f"{output} is {next(iter(by.values()))}"
+    others = [f"{to} for {given}" for given, to in by.items() if to != given]
+    return f"{output} is {', '.join(others)}, else as the call" if others else f"{output} is as the call"
+
+
 def contract_text(content: dict[str, Any]) -> str:
     """The contract of one op in plain text."""
     updates = ", ".join(content["may_update"])
@@ -195,10 +203,7 @@ def contract_text(content: dict[str, Any]) -> str:
         f"Dtypes of a call: {', '.join(content['dtypes'])}. A backend refuses what it cannot do: supports(call) "
         "returns the reason, or REQUIRES declares devices, dtypes, compute capability and symbols.",
         *([f"fp32 or better whatever the dtype of the call: {', '.join(content['wide'])}."] if content["wide"] else []),
-        "Outputs: " + "; ".join(
-            f"{output} is {', '.join(f'{to} for {given}' for given, to in by.items() if to != given) or 'as the call'}"
-            for output, by in content["outputs"].items()
-        ) + ". Each is new memory.",
+        f"Outputs: {'; '.join(_dtype_text(*pair) for pair in content['outputs'].items())}. Each is new memory.",
         "In place: " + (
             f"only {updates} may be updated, by a backend that lists it in MUTATES; every other input stays as it was."
             if updates else "nothing; every input stays as it was to the last bit."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.alignment import spec
-from workbench.kernels.contract import Arguments, Contract
+from workbench.kernels.contract import Arguments, Contract, tokens_text
 
 
 def choices(tokens: int, count: int, top_k: int, seed: int = 0) -> Tensor:
@@ -27,7 +27,7 @@ SIZES = (
 @functools.cache
 def cases() -> Mapping[str, Arguments]:
     found = {
-        f"{tokens} tokens, top {top_k} of {count}, blocks of {block}": {
+        f"{tokens_text(tokens)}, top {top_k} of {count}, blocks of {block}": {
             "experts": choices(tokens, count, top_k), "num_experts": count, "block": block,
         }
         for tokens, count, top_k, block in SIZES

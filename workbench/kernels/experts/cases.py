@@ -16,6 +16,7 @@ from workbench.kernels.contract import (
     rounding_limit,
     rounding_text,
     same_dtype,
+    tokens_text,
 )
 from workbench.kernels.experts import spec
 
@@ -35,19 +36,19 @@ def with_experts(tokens: int, chosen: list[int], **sizes: int) -> dict[str, Any]
 @functools.cache
 def cases() -> Mapping[str, Arguments]:
     found: dict[str, Arguments] = {
-        f"{tokens} tokens, top {top_k} of {count}": spec.example(
+        f"{tokens_text(tokens)}, top {top_k} of {count}": spec.example(
             tokens=tokens, experts=count, top_k=top_k, hidden=20, width=12
         )
         for tokens, count, top_k in SIZES
     }
     for tokens in (1, 4, 5, 600):
-        found[f"{tokens} tokens, all on the last expert"] = with_experts(tokens, [7])
-        found[f"{tokens} tokens, all on two, the higher first"] = with_experts(tokens, [6, 1])
+        found[f"{tokens_text(tokens)}, all on the last expert"] = with_experts(tokens, [7])
+        found[f"{tokens_text(tokens)}, all on two, the higher first"] = with_experts(tokens, [6, 1])
     found["a weight of zero"] = {**with_experts(6, [6, 1]), "weights": torch.tensor([[1.0, 0.0]]).expand(6, 2)}
     for tokens in (1, 40):  # what torch's grouped product asks for in half precision
-        found[f"{tokens} tokens, rows of whole 16 bytes"] = spec.example(tokens=tokens, width=16)
+        found[f"{tokens_text(tokens)}, rows of whole 16 bytes"] = spec.example(tokens=tokens, width=16)
     for tokens in (1, 40):
-        found[f"{tokens} tokens, experts of 128 x 64"] = spec.example(tokens=tokens, hidden=128, width=64)
+        found[f"{tokens_text(tokens)}, experts of 128 x 64"] = spec.example(tokens=tokens, hidden=128, width=64)
     found["an empty tail"] = with_experts(33, [0, 2], experts=100)
     return found
 
@@ -70,7 +71,7 @@ def probes() -> Mapping[str, NanProbe]:
             for expert in (3, 5):
                 broken = case[tensor].clone()
                 broken[expert] = math.nan
-                probes[f"{tensor} of expert {expert}, {tokens} tokens"] = NanProbe(
+                probes[f"{tensor} of expert {expert}, {tokens_text(tokens)}"] = NanProbe(
                     arguments={**case, tensor: broken}, spares=READS_EVERY_EXPERT,
                     reason="a backend that computes every expert for every token weighs it by zero",
                 )  # fmt: skip

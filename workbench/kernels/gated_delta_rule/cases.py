@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.kernels.contract import Arguments, Contract, NanProbe, bounds_of
+from workbench.kernels.contract import Arguments, Contract, NanProbe, bounds_of, tokens_text
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.extremes import LIMIT, VALID_EXTREMES
 from workbench.numerics import PRESETS
@@ -65,7 +65,7 @@ def cases() -> Mapping[str, Arguments]:
     found: dict[str, Arguments] = {}
     for name in ("random_gates", "correlated_keys", "mixed_decay"):
         for tokens in LENGTHS:
-            found[f"{name}, {tokens} tokens"] = VALID_EXTREMES[name].make(tokens, 0)
+            found[f"{name}, {tokens_text(tokens)}"] = VALID_EXTREMES[name].make(tokens, 0)
     for name, extreme in VALID_EXTREMES.items():
         found.setdefault(f"{name}, 130 tokens", extreme.make(130, 0))
     for name, sizes in SHAPES.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from workbench.kernels.contract import Arguments, Contract, NanProbe, rounding_limit, rounding_text
+from workbench.kernels.contract import Arguments, Contract, NanProbe, rounding_limit, rounding_text, tokens_text
 from workbench.kernels.routing import spec
 
 
@@ -39,7 +39,7 @@ SIZES = (
 @functools.cache
 def cases() -> Mapping[str, Arguments]:
     found = {
-        f"{tokens} tokens, top {top_k} of {count}{'' if normalise else ', as they are'}": {
+        f"{tokens_text(tokens)}, top {top_k} of {count}{'' if normalise else ', as they are'}": {
             "logits": distinct_logits(tokens, count), "top_k": top_k, "normalise": normalise,
         }
         for tokens, count, top_k, normalise in SIZES
