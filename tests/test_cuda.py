@@ -395,7 +395,8 @@ def test_a_request_too_large_for_the_device_fails_alone(limit):
     table = found[1].failure.table
     rows = {row.what: row.n_bytes for row in table.rows}
     assert rows["total of the device"] == torch.cuda.mem_get_info()[1] > rows["free on the device"] > 0
-    assert 2**28 < rows["activations of the failed step, when it failed"] < rows["allocated when the step failed"]
+    # The first of these tensors does not fit any more: what is held are those of the layers before.
+    assert 2**20 < rows["activations of the failed step, when it failed"] < rows["allocated when the step failed"]
     assert rows["weights"] < rows["allocated now"] <= rows["reserved by the allocator"]
     assert rows["caches of 1 other requests"] > 0 and table.largest[0].n_bytes >= 2**20
     torch.cuda.set_per_process_memory_fraction(1.0)

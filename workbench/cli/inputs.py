@@ -125,6 +125,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     from workbench.kernels.registry import parse_selection
     from workbench.loading import load
 
+    _register_bridges(options)
     policies = {parse_selection(options.backend).policy, options.policy} - {None}
     if len(policies) > 1:
         raise InputError(
@@ -148,6 +149,10 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         name = model.kernels.card.name
         print(f"workbench: card {name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
     if options.card is not None:
+        from workbench.analysis.memory_plan import memory_plan
+
+        plan = memory_plan(model.config, model.kernels.card, dtype=dtype)
+        print(f"workbench: card {model.kernels.card.name}: {plan.in_words()}", file=sys.stderr)
         options.closing = lambda: print_rehearsed(model)
     print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
@@ -158,6 +163,19 @@ def load_model(options: argparse.Namespace) -> CausalLM:
             file=sys.stderr,
         )
     return model
+
+
+def _register_bridges(options: argparse.Namespace) -> None:
+    """The bridges of --bridge become backends of this process; each is told."""
+    if not options.bridge:
+        return
+    from workbench.probe import register_bridges
+    from workbench.probe.bridges import read_bridges
+
+    for file in options.bridge:
+        bridges = read_bridges(file)
+        for name in register_bridges(bridges, search=[file.resolve().parent], device=options.device.partition(":")[0]):
+            print(f"workbench: bridge registered: {name}", file=sys.stderr)
 
 
 def print_rehearsed(model: CausalLM) -> None:

@@ -56,6 +56,11 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
     group.add_argument(
         "--policy", metavar="NAME|FILE", help=f"numerics policy: {', '.join(PRESETS)}, or a JSON file"
     )
+    group.add_argument(
+        "--bridge", metavar="FILE", type=Path, action="append", default=[],
+        help="TOML file of bridges to a vendor's symbols (docs/probe.md): built, tried and registered, so that "
+        "--backend can name them; may be repeated",
+    )  # fmt: skip
     add_dtype(group)
     group.add_argument(
         "--router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES,

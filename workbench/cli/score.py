@@ -109,8 +109,8 @@ def _of_server(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from workbench.serving.chat import ChatServer, served_score
 
-    for name in ("backend", "policy", "dtype", "router-dtype", "expert-layout", "card", "lenient"):
-        if getattr(options, name.replace("-", "_")) not in (None, False):
+    for name in ("backend", "policy", "dtype", "router-dtype", "expert-layout", "card", "lenient", "bridge"):
+        if getattr(options, name.replace("-", "_")) not in (None, False, []):
             raise InputError(f"--{name}: expected only with a checkpoint, found it with --url; the server has its own")
     if options.device != "cpu":  # its default
         raise InputError("--device: expected only with a checkpoint, found it with --url; the server has its own")

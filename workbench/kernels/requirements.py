@@ -127,6 +127,8 @@ class Requires:
 
     def _of_capability(self, machine: Machine) -> str | None:
         found = machine.capability
+        if found is None and not machine.is_here:
+            return f"needs a certain compute capability, and that of {machine.name} is unknown"
         if found is None:
             return f"needs a CUDA device to ask for its compute capability, found {machine.name}"
         if self.capability is not None and found < self.capability:
