@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from workbench.cli import main
+from workbench.cli import conformance, main
 from workbench.kernels.conformance import CONTRACTS, signature_text
 from workbench.kernels.registry import OPERATIONS
 from workbench.kernels.requirements import forget_symbols
@@ -31,6 +31,7 @@ from workbench.kernels.requirements import Requires
 
 REQUIRES = Requires(dtypes=(torch.float16,))
 MUTATES = ("window",)
+ROUNDS_INSIDE = True
 
 def supports(call):
     return "written for one token" if call.tokens > 1 else None
@@ -96,6 +97,7 @@ def test_what_the_module_declares_is_heeded(run):
     code, out, _ = run("causal_conv", "--backend", "of_a_card:update", "--inference")
     assert code == 0 and "passed" in out.splitlines()[0]
     assert "takes float16, found float32" in out and "written for one token" in out
+    assert conformance._foreign(CONTRACTS["causal_conv"], "of_a_card:update", inference=True).rounds_inside
 
 
 def test_several_backends_are_a_line_each(run):

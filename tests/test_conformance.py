@@ -455,6 +455,18 @@ def test_a_policy_is_not_held_to_inputs_that_are_known_to_be_too_much_for_it():
     assert refused[0] == cases[0] and "the policy fla, which is not right on mixed_decay: cancellation" in refused[1]
 
 
+def test_what_is_moved_stays_exact_where_a_kernel_rounds_inside():
+    def rounds_its_window(x, weight, *, window=None, cu_seqlens=None):
+        y, new = torch_shift.run(x, weight, window=window, cu_seqlens=cu_seqlens)
+        return y, (new * (1.0 + 2**-8)).to(new.dtype)
+
+    backend = Backend("causal_conv", "rounding", rounds_its_window, lambda call: None, rounds_inside=True)
+    found = conform("causal_conv", backend, dtypes=[BF16])
+    assert {row.output for row in found.failures if row.check == VALUE} == {"window"}
+    assert CONTRACTS["gated_delta_rule"].allowed(BF16, "state", backend) == 2**-8
+    assert CONTRACTS["gated_delta_rule"].allowed(BF16, "state") == 3e-6
+
+
 def test_the_registry_is_as_before():
     before = {op: dict(operation.backends) for op, operation in OPERATIONS.items()}
     conform("linear", F.linear, dtypes=[F32], cases=["one row"])

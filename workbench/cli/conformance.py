@@ -35,8 +35,8 @@ def add(commands) -> None:
     parser.add_argument("op", metavar="OP", help="an op of `workbench backends`, or all")
     parser.add_argument(
         "--backend", metavar="NAME|MODULE:FUNCTION", help="a registered backend, or a function with the contract's "
-        "signature; the current folder is on the path; `supports`, REQUIRES, MUTATES and POLICY of its module count; "
-        "default: every backend of the op",
+        "signature; the current folder is on the path; `supports`, REQUIRES, MUTATES, POLICY and ROUNDS_INSIDE of its "
+        "module count; default: every backend of the op",
     )  # fmt: skip
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     parser.add_argument("--dtype", metavar="DTYPE,..", help="float32, bfloat16, float16, float64; default: all")
@@ -144,6 +144,7 @@ def _foreign(contract: Contract, symbol: str, inference: bool) -> Backend:
     return Backend(
         contract.op, symbol, function, supports, getattr(module, "REQUIRES", Requires()),
         tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None),
+        rounds_inside=getattr(module, "ROUNDS_INSIDE", False),
     )  # fmt: skip
 
 
@@ -212,6 +213,10 @@ def contract_text(content: dict[str, Any]) -> str:
         + f"{' (but ' + ', '.join(content['on_host']) + ': contiguous, on the CPU)' if content['on_host'] else ''}.",
         f"Error, norm(x - arbiter) / norm(arbiter) over a whole output, at most: {content['tolerance']}. The arbiter "
         "is the formula in float64, fed the same rounded inputs.",
+        *(["A kernel whose inner products take operands rounded to the dtype of the call says so by ROUNDS_INSIDE: "
+           "each output that need not be exact then has the widest limit of all in that dtype."]
+          if any(len({*by} - {0.0}) > 1 for by in zip(*(x.values() for x in content["limits"].values()), strict=True))
+          else []),
         "A NaN is never replaced, and reaches nothing that does not read it. Memory that was not written is not read. "
         "The same call gives the same bits.",
         "A backend without a backward pass refuses calls with call.needs_grad.",

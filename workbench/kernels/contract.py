@@ -109,9 +109,14 @@ class Contract:
     parts: Callable[[Any], Outputs] = lambda found: found if isinstance(found, tuple) else (found,)
 
     def allowed(self, dtype: torch.dtype, output: str, backend: Backend | None = None) -> float:
-        """The limit of an output; of a backend that rounds inside (`Backend.rounds_inside`) the widest of them all."""
-        outputs = self.outputs if backend is not None and backend.rounds_inside else (output,)
-        return max(self.limit(dtype, name) for name in outputs)
+        """The limit of an output; of a backend that rounds inside (`Backend.rounds_inside`) the widest of them all.
+
+        What has to be exact, as values that are only moved, stays so.
+        """
+        own = self.limit(dtype, output)
+        if backend is None or not backend.rounds_inside or own == 0.0:
+            return own
+        return max(self.limit(dtype, name) for name in self.outputs)
 
     def cast(self, arguments: Arguments, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
         """Floating inputs in `dtype`, those of `wide` in fp32 or better, tensors on `device` but those of the host."""
