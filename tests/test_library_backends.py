@@ -316,6 +316,24 @@ def test_an_observer_sees_the_scores_and_may_change_them(here, name):
     assert relative_error(even, means) < 1e-2
 
 
+def test_the_script_tells_narrow_products_from_wrong_ones(script, monkeypatch, capsys):
+    """A state that is rounded to the dtype of the call is timed, and said not to keep the contract."""
+    symbol = "flash_qla:chunk_gated_delta_rule"
+    inner = libraries.SYMBOLS[symbol]
+
+    def rounded(*arguments, **named):
+        out, state = inner(*arguments, **named)
+        return out, state.to(BF16).float()
+
+    rounded.__signature__ = inspect.signature(inner)
+    modules.install(monkeypatch, {symbol: rounded})
+    options = ["--op", rule_spec.OP, "--backend", "flash_qla", "--tokens", "5", "--rounds", "2"]
+    assert script.main(["--device", "cpu", "--tiny", *options]) == 1
+    held, at_size = capsys.readouterr().out.splitlines()
+    assert " failed " in held and "state: failed; error" in held and "limit 3e-06" in held
+    assert "bfloat16  narrow out" in at_size and " us (iqr" in at_size
+
+
 def test_the_page_has_every_backend_with_its_ops_policy_and_source():
     page = (Path(__file__).resolve().parent.parent / "docs" / "backends.md").read_text(encoding="utf-8")
     lines = page.splitlines()
