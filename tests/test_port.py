@@ -261,7 +261,7 @@ def test_the_command_writes_the_page_and_the_json(capsys, tmp_path):
     assert json.loads((folder / "port.json").read_text(encoding="ascii"))["prompt"] == 64
     assert "--prompt-tokens 64" in (folder / "port.html").read_text(encoding="utf-8")
     assert main(["port", "--card", "nobody", "--config", str(file)]) == 2
-    assert main(["port", "--card", "bi-v100"]) == 2
+    assert main(["port"]) == 2
     capsys.readouterr()
     code = main(["port", "--card", "cpu", "--checkpoint", str(MINIATURE), "--device", "cpu", "--prompt-tokens", "16",
                  "--json", "-"])  # fmt: skip

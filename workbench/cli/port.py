@@ -30,8 +30,9 @@ def add(commands) -> None:
         "workbench port --card bi-v100 --config config.json --out port",
     )  # fmt: skip
     parser.add_argument("--card", metavar="NAME|FILE", required=True, help="a profile of data/cards, or a .toml file")
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", metavar="DIR", type=Path, help="its config.json is read, no weights")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--checkpoint", metavar="DIR", type=Path,
+                       help="its config.json is read, no weights; default: the miniature in data/")  # fmt: skip
     model.add_argument("--config", metavar="FILE", type=Path, help="a config.json")
     parser.add_argument("--dtype", metavar="DTYPE", help="of the model there; default: the card's")
     parser.add_argument("--device", help="cpu, cuda or cuda:N: a device of this very card, on which everything is "
@@ -48,8 +49,9 @@ def run(options: argparse.Namespace) -> int:
     from workbench.analysis.port import port_board
     from workbench.cards import card_named
     from workbench.config import ModelConfig
+    from workbench.dialogue import DATA
 
-    source = options.checkpoint or options.config
+    source = options.checkpoint or options.config or DATA / "miniature"
     started, patience = time.monotonic(), 2.0
 
     def progress(line: str) -> None:
