@@ -253,8 +253,8 @@ def test_limits_of_the_machine_and_of_training_are_said(name):
     call = replace(call, needs_grad=False, weight_shape=(4, 512, 512))
     assert "found K 512, W 512" in backend.supports(call)
     volta = Machine("cuda", "a V100", (7, 0), 2**34)
-    if backend.requires.capability:
-        assert backend.refusal(replace(call, machine=volta)) == "needs compute capability 9.0, found 7.0"
+    least = 8 if name in ("fla", "vllm") else 9
+    assert backend.refusal(replace(call, machine=volta)) == f"needs compute capability {least}.0, found 7.0"
     if name == "flash_qla":  # chunks of 32 there: another policy
         newer = Machine("cuda", "an RTX", (12, 0), 2**34)
         assert backend.refusal(replace(call, machine=newer)) == "works below compute capability 12.0, found 12.0"

@@ -19,7 +19,7 @@ from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
 
 ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size:moe_align_block_size"
-REQUIRES = Requires(devices=("cuda",), symbols=(ALIGN,))
+REQUIRES = Requires(devices=("cuda",), capability=(7, 5), symbols=(ALIGN,))
 
 _GIVEN = (Given("topk_ids"), Given("block_size"), Given("num_experts"))
 FORMS = {ALIGN: (_GIVEN,)}

@@ -22,8 +22,9 @@ from workbench.kernels.signatures import Given, foreign
 PREFILL = "causal_conv1d:causal_conv1d_fn"
 UPDATE = "causal_conv1d:causal_conv1d_update"
 REQUIRES = Requires(
-    devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(PREFILL, UPDATE)
-)
+    devices=("cuda",), capability=(5, 3), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=(PREFILL, UPDATE),
+)  # fmt: skip
 WIDTHS = range(2, 5)
 #: Channels of a row that lies channels first in memory are read eight at a time.
 CHANNEL_STEP = 8

@@ -21,8 +21,9 @@ from workbench.kernels.signatures import Given, foreign
 PREFILL = "vllm.model_executor.layers.mamba.ops.causal_conv1d:causal_conv1d_fn"
 UPDATE = "vllm.model_executor.layers.mamba.ops.causal_conv1d:causal_conv1d_update"
 REQUIRES = Requires(
-    devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(PREFILL, UPDATE)
-)
+    devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=(PREFILL, UPDATE),
+)  # fmt: skip
 #: It compiles for a width of 5 too, and leaves out taps: its result there is wrong.
 WIDTHS = range(2, 5)
 

@@ -18,7 +18,7 @@ from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
-REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), symbols=(EXPERTS,))
+REQUIRES = Requires(devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16), symbols=(EXPERTS,))
 
 _GIVEN = (Given("hidden_states"), Given("w1"), Given("w2"), Given("topk_weights"), Given("topk_ids"))
 FORMS = {EXPERTS: (_GIVEN,)}

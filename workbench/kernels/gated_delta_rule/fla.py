@@ -29,8 +29,9 @@ ROUNDS_INSIDE = True
 CHUNK = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
 RECURRENT = "fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule"
 REQUIRES = Requires(
-    devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(CHUNK, RECURRENT)
-)
+    devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=(CHUNK, RECURRENT),
+)  # fmt: skip
 MOST_HEAD_SIZE = 256
 
 _GIVEN = (

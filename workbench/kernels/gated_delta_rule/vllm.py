@@ -26,7 +26,10 @@ POLICY = "vllm"
 ROUNDS_INSIDE = True
 CHUNK = "vllm.third_party.flash_linear_attention.ops:chunk_gated_delta_rule"
 RECURRENT = "vllm.third_party.flash_linear_attention.ops:fused_recurrent_gated_delta_rule"
-REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), symbols=(CHUNK, RECURRENT))
+REQUIRES = Requires(
+    devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16),
+    symbols=(CHUNK, RECURRENT),
+)  # fmt: skip
 MOST_HEAD_SIZE = 256
 
 _COMMON = (Given("q"), Given("k"), Given("v"), Given("g"), Given("beta"), Given("scale"), Given("initial_state"))

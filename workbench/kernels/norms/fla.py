@@ -16,7 +16,10 @@ from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
 
 NORM = "fla.modules.norm.fused_norm_gate:rms_norm_gated"
-REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(NORM,))
+REQUIRES = Requires(
+    devices=("cuda",), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=(NORM,),
+)  # fmt: skip
 
 _GIVEN = (Given("x"), Given("g", ("gate", "z")), Given("weight"), Given("bias"), Given("activation"), Given("eps"))
 FORMS = {NORM: (_GIVEN,)}

@@ -21,8 +21,8 @@ from workbench.kernels.signatures import Given, foreign
 NORM = "vllm._custom_ops:rms_norm"
 GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard:rmsnorm_fn"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REQUIRES = Requires(devices=("cuda",), dtypes=_DTYPES, symbols=(NORM,))
-GATED_REQUIRES = Requires(devices=("cuda",), dtypes=_DTYPES, symbols=(GATED_NORM,))
+REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=_DTYPES, symbols=(NORM,))
+GATED_REQUIRES = Requires(devices=("cuda",), capability=(8, 0), dtypes=_DTYPES, symbols=(GATED_NORM,))
 
 _GIVEN = (Given("out"), Given("input"), Given("weight"), Given("epsilon", ("eps",)))
 _GATED_GIVEN = (

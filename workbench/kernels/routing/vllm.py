@@ -19,7 +19,10 @@ from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
 
 ROUTER = "vllm._custom_ops:topk_softmax"
-REQUIRES = Requires(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16, torch.float32), symbols=(ROUTER,))
+REQUIRES = Requires(
+    devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=(ROUTER,),
+)  # fmt: skip
 
 _GIVEN = (
     Given("topk_weights"), Given("topk_ids", ("topk_indices",)),
