@@ -401,9 +401,10 @@ def test_only_complaints_are_errors_and_everything_is_handed_on(capfd):
             raise ValueError("mine")
     with pytest.raises(KeyboardInterrupt):
         with native_stderr("vendor:f"):
+            vendor.complain("error: before")
             raise KeyboardInterrupt
     vendor.complain("after")
-    assert capfd.readouterr().err == "after\n"
+    assert capfd.readouterr().err == "error: before\nafter\n"
 
 
 def test_a_flood_is_told_once():

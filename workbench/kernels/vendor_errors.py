@@ -54,8 +54,7 @@ def native_stderr(what: str) -> Iterator[None]:
             os.close(own)
             kept.seek(0)
             text = kept.read().decode(errors="replace")
-    if text:
-        sys.stderr.write(text)
+            sys.stderr.write(text)  # before anything is raised: an interruption keeps what was printed too
     said = complaints(text)
     if raised is not None and not said:
         raise raised

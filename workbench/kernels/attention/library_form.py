@@ -46,9 +46,11 @@ def rows_of(
     parts = [part for part in spec.sequences(q, k, v, key_lengths, cu_seqlens) if part[0].shape[1]]
     queries = (0, *itertools.accumulate(query.shape[1] for query, _, _ in parts))
     keys = (0, *itertools.accumulate(key.shape[1] for _, key, _ in parts))
-    flat_q = q.reshape(-1, *q.shape[2:]).contiguous()
-    flat_k, flat_v = (torch.cat([part[i][0] for part in parts]) for i in (1, 2))
-    return Rows(flat_q, flat_k, flat_v, queries, keys)
+    if keys[-1] == k.shape[0] * k.shape[1]:  # every row of the store holds a key: no copy
+        flat_k, flat_v = (x.reshape(-1, *x.shape[2:]).contiguous() for x in (k, v))
+    else:
+        flat_k, flat_v = (torch.cat([part[i][0] for part in parts]) for i in (1, 2))
+    return Rows(q.reshape(-1, *q.shape[2:]).contiguous(), flat_k, flat_v, queries, keys)
 
 
 def common_refusal(call: Call, most: int, step: int = 1) -> str | None:
