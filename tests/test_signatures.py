@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from workbench.errors import BackendError
-from workbench.kernels.signatures import Given, bind, parse_signature
+from workbench.kernels.signatures import Given, Ordered, bind, parse_signature
 
 
-def names(*found: str) -> tuple[Given, ...]:
-    return tuple(Given(name) for name in found)
+def names(*found: str) -> Ordered:
+    return Ordered(Given(name) for name in found)
 
 
 class Silent:
@@ -130,7 +130,7 @@ def test_hidden_names_are_filled_in_the_documented_order():
     def g(arg0, arg1, /, scale, *, flag=False):
         return arg0, arg1, scale, flag
 
-    found = bind("g", g, (*names("a", "b", "scale"), Given("flag", is_needed=False)))
+    found = bind("g", g, Ordered((*names("a", "b", "scale"), Given("flag", is_needed=False))))
     assert found(a=1, b=2, scale=3, flag=True) == (1, 2, 3, True) and found.keywords == (("flag", "flag"),)
 
 
@@ -144,6 +144,16 @@ def test_names_that_can_be_read_must_agree_with_the_order():
         bind("f", eval("lambda arg0, arg1: None"), names("a", "b", "c"))
     with pytest.raises(BackendError, match="2 values for 3 places"):
         bind("f", eval("lambda arg0, arg1, arg2: None"), names("a", "b"))
+
+
+@pytest.mark.parametrize("hiding", [lambda *args: args, Silent(), Silent("f(arg0: int, arg1: int) -> None")])
+def test_without_a_documented_order_nothing_is_passed_by_position(hiding):
+    """A library's form leaves out what it does not need: its order is not that of the function."""
+    unordered = tuple(names("a", "b"))
+    with pytest.raises(BackendError, match=r"no order of its arguments is documented; next: ") as caught:
+        bind("f", hiding, unordered)
+    assert "needed (a, b)" in str(caught.value) and "found " in str(caught.value)
+    assert bind("f", hiding, unordered, names("b", "a"))(a=1, b=2) == (2, 1)  # the one that has an order
 
 
 def test_a_gap_that_cannot_be_jumped_over_is_an_error():

@@ -8,8 +8,9 @@ reads the signature once and decides how the call is made:
    the values stand in the documented order, and names that can be read must agree with it;
 3. no signature at all (a builtin without one and without a line of text): the documented order, said so in `reason`.
 
-Anything else is an unknown signature: BackendError shows both, theirs as found and ours as needed. No value is ever put
-into ``**kwargs``, where a misspelt name would be swallowed, and no call is made to see whether it works.
+The last two need an order that is documented without a gap: a form is `Ordered` where there is one. Anything else is an
+unknown signature: BackendError shows both, theirs as found and ours as needed. No value is ever put into ``**kwargs``,
+where a misspelt name would be swallowed, and no call is made to see whether it works.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ class Given:
         return (self.name, *self.aliases)
 
 
+class Ordered(tuple):
+    """A form whose values stand in the order of the function's parameters, from the first on and without a gap."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """How a foreign function is called.
@@ -84,31 +91,35 @@ def foreign(symbol: str, forms: Sequence[Sequence[Given]]) -> Binding:
 
 
 def bind(what: str, target: Callable[..., Any], *forms: Sequence[Given]) -> Binding:
-    """The way to call `target`, by the first of `forms` (sets of values in their documented order) that it fits.
+    """The way to call `target`, by the first of `forms` (sets of values) that it fits.
 
     `what` names the function in messages. Raises BackendError, showing both signatures, where none fits.
     """
-    return _bind(what, target, tuple(tuple(form) for form in forms))
+    return _bind(what, target, tuple((tuple(form), isinstance(form, Ordered)) for form in forms))
 
 
 @functools.lru_cache(maxsize=256)
-def _bind(what: str, target: Callable[..., Any], forms: tuple[tuple[Given, ...], ...]) -> Binding:
+def _bind(what: str, target: Callable[..., Any], forms: tuple[tuple[tuple[Given, ...], bool], ...]) -> Binding:
     found, source = _parameters(target)
-    if source is None:
-        order = tuple(given.name for given in forms[0])
+    ordered = next((form for form, is_ordered in forms if is_ordered), None)
+    if source is None and ordered is not None:
+        order = tuple(given.name for given in ordered)
         reason = f"{what} tells no signature: called in the documented order ({', '.join(order)})"
         return Binding(target, order, (), DOCUMENTED_ORDER, reason)
     faults = []
     for parameters in found:
-        for form in forms:
-            placed = _placed(parameters, form, by_position=source == _FROM_TEXT)
+        for form, is_ordered in forms:
+            placed = _placed(parameters, form, is_ordered, by_position=source == _FROM_TEXT)
             if not isinstance(placed, str):
                 positional, keywords, kind = placed
                 shown = ", ".join(p.name for p in parameters)
                 return Binding(target, positional, keywords, kind, f"{what}({shown}) called in {kind} form, {source}")
             faults.append(placed)
     theirs = " or ".join(f"({', '.join(map(_shown, parameters))})" for parameters in found)
-    ours = " or ".join(f"({', '.join(_needed(given) for given in form)})" for form in forms)
+    ours = " or ".join(f"({', '.join(_needed(given) for given in form)})" for form, _ in forms)
+    if source is None:
+        theirs, source = "none", "since it tells no signature"
+        faults.append("no order of its arguments is documented")
     raise BackendError(
         f"{what}: its signature is not one that is known: found {theirs}, {source}; needed {ours}; "
         f"{'; '.join(dict.fromkeys(faults))}; next: install a version that is listed in docs/backends.md, or add the "
@@ -231,7 +242,7 @@ def _cut(part: str) -> tuple[str, str | None]:
 
 
 def _placed(
-    parameters: Sequence[Parameter], form: Sequence[Given], by_position: bool
+    parameters: Sequence[Parameter], form: Sequence[Given], is_ordered: bool, by_position: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str] | str:
     """(names by position, (parameter, name) by keyword, form), or why the values do not fit the parameters.
 
@@ -257,6 +268,8 @@ def _placed(
         return _by_name(plain, by_parameter, by_position)
     if not hidden and not open_end:
         return f"no place for {', '.join(map(repr, homeless))}"
+    if not is_ordered:
+        return "it hides names, and no order of its arguments is documented"
     return _in_positional_form(plain, by_parameter, form, open_end)
 
 

@@ -15,7 +15,7 @@ from workbench.kernels.alignment.library_form import alignment_of, buffers
 from workbench.kernels.alignment.spec import Alignment
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
-from workbench.kernels.signatures import Given, foreign
+from workbench.kernels.signatures import Given, Ordered, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 ALIGN = "ixformer.functions:vllm_moe_align_block_size"
@@ -25,7 +25,7 @@ _GIVEN = (
     Given("topk_ids"), Given("num_experts"), Given("block_size"), Given("sorted_token_ids", ("sorted_ids",)),
     Given("experts_ids", ("expert_ids",)), Given("num_tokens_post_pad", ("num_tokens_post_padded",)),
 )  # fmt: skip
-FORMS = {ALIGN: (_GIVEN,)}
+FORMS = {ALIGN: (Ordered(_GIVEN),)}
 
 
 def supports(call: Call) -> str | None:

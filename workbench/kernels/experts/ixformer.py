@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.kernels.experts.spec import Chain, swiglu
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
-from workbench.kernels.signatures import Given, foreign
+from workbench.kernels.signatures import Given, Ordered, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 PRODUCT = "ixformer.functions:vllm_invoke_fused_moe_kernel"
@@ -32,7 +32,7 @@ _GIVEN = (
     Given("num_tokens_post_padded", ("num_tokens_post_pad",)), Given("mul_routed_weight"), Given("top_k", ("topk",)),
     Given("block_size_m", ("BLOCK_SIZE_M", "block_size")),
 )  # fmt: skip
-FORMS = {PRODUCT: (_GIVEN,)}
+FORMS = {PRODUCT: (Ordered(_GIVEN),)}
 
 
 def supports(call: Call) -> str | None:

@@ -22,7 +22,7 @@ from workbench.errors import BackendError
 from workbench.kernels.gated_delta_rule import library_form
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires, load_symbol
-from workbench.kernels.signatures import Given, bind
+from workbench.kernels.signatures import Given, Ordered, bind
 from workbench.kernels.vendor_errors import native_stderr
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
@@ -36,7 +36,7 @@ _SEPARATE = (
     Given("conv_kernel_size", is_needed=False), Given("layer_idx", is_needed=False),
 )  # fmt: skip
 _COMMON = (Given("num_heads"), Given("head_dim"), Given("layer_idx", is_needed=False))
-FORMS = {CLASS: (_SEPARATE, _COMMON)}
+FORMS = {CLASS: (Ordered(_SEPARATE), Ordered(_COMMON))}
 _FORWARD = (
     Given("q", ("query",)), Given("k", ("key",)), Given("v", ("value",)), Given("gate", ("log_decay", "g")),
     Given("beta"), Given("conv_state", is_needed=False),
@@ -53,7 +53,7 @@ def supports(call: Call) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _built(constructor: type, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[Any, bool]:
     """(the vendor's object, whether it wants key heads repeated)."""
-    forms = FORMS[CLASS] if key_dim == value_dim else (_SEPARATE,)
+    forms = FORMS[CLASS] if key_dim == value_dim else FORMS[CLASS][:1]
     binding = bind(CLASS, constructor, *forms)
     with native_stderr(CLASS):
         made = binding(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
-from workbench.kernels.signatures import Given, foreign
+from workbench.kernels.signatures import Given, Ordered, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 PRODUCT = "ixformer:matmul"
 REQUIRES = Requires(devices=("cuda",), dtypes=(torch.float16,), symbols=(PRODUCT,))
 
 _FACTORS = (Given("input", ("a", "x", "mat1")), Given("other", ("b", "weight", "mat2")))
-FORMS = {PRODUCT: ((*_FACTORS, Given("transb", ("trans_b",))), _FACTORS)}
+FORMS = {PRODUCT: ((*_FACTORS, Given("transb", ("trans_b",))), Ordered(_FACTORS))}
 
 
 def supports(call: Call) -> str | None:

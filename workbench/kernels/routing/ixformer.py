@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.errors import BackendError
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
-from workbench.kernels.signatures import Given, foreign
+from workbench.kernels.signatures import Given, Ordered, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
 ROUTER = "ixformer.functions:vllm_moe_topk_softmax"
@@ -25,7 +25,7 @@ _GIVEN = (
     Given("topk_weights"), Given("topk_ids", ("topk_indices",)),
     Given("token_expert_indices", ("token_expert_indicies",)), Given("gating_output"),
 )  # fmt: skip
-FORMS = {ROUTER: (_GIVEN,)}
+FORMS = {ROUTER: (Ordered(_GIVEN),)}
 
 
 def supports(call: Call) -> str | None:
