@@ -5,8 +5,11 @@ import tomllib
 
 import pytest
 
+from workbench.analysis.rehearse import rehearse
 from workbench.cards import card_named, known_cards, read
+from workbench.cards.profile import MATMUL, OPS
 from workbench.errors import InputError
+from workbench.kernels.registry import OPERATIONS
 
 NAMES = ("a100", "bi-v100", "cpu", "h200", "t4", "v100")
 
@@ -119,6 +122,10 @@ def test_a_path_names_a_card_of_ones_own(tmp_path):
         ("[[rules]]", "[rules]", "rules: expected tables, each headed [[rules]], found dict"),
         ('to = "torch"', 'to = "vendor"', "rules[0].to: expected a library that runs matmul in float32, found vendor"),
         ("notes = [", "notes = [1, ", "notes: expected a list of texts"),
+        ('op = "matmul"', 'op = "matmull"', "rules[0].op: expected one of matmul, alignment, attention"),
+        ('device = "cuda"', 'device = "cpu"', 'capability: expected nothing beside device = "cpu", found [7, 0]'),
+        ('model_dtype = "float16"', 'model_dtype = "bfloat16"', "model_dtype: expected a dtype of native_matmul, or"),
+        ('outcome = "route"\nto = "torch"', 'outcome = "cast"\nto = "bfloat16"', "rules[0].to: expected a dtype of"),
     ],
 )
 def test_a_wrong_profile_says_in_one_line_where_it_is_wrong(tmp_path, old, new, expected):
@@ -128,6 +135,36 @@ def test_a_wrong_profile_says_in_one_line_where_it_is_wrong(tmp_path, old, new, 
         card_named(path)
     text = str(caught.value)
     assert text.startswith(f"card {path}: {expected}") and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], "at least one operator of torch, aten::NAME, found none"),
+        (["linalg_qr"], "operators of torch, aten::NAME, found 'linalg_qr'"),
+        (["aten::solve_triangle"], "operators of torch, aten::NAME, that torch"),
+        (["aten::"], "operators of torch, aten::NAME, found 'aten::'"),
+        (["aten::topk.values"], "operators of torch, aten::NAME, without overload, found 'aten::topk.values'"),
+        (["aten::linalg_inv"], "operators that torch does not make of others; name those, found 'aten::linalg_inv'"),
+        (["aten::topk", "aten::topk"], "every operator once, found aten::topk a second time"),
+    ],
+)
+def test_a_missing_operator_that_torch_never_calls_is_no_limit(tmp_path, names, expected):
+    table = f'[[absent_primitives]]\nnames = {names}\nlibrary = "l"\nerror = "e"\ninstead = "i"\n'
+    path = write(tmp_path, GOOD + table)
+    with pytest.raises(InputError) as caught:
+        card_named(path)
+    assert str(caught.value).startswith(f"card {path}: absent_primitives[0].names: expected {expected}")
+
+
+def test_rules_may_name_every_op_of_the_workbench_and_no_other():
+    assert set(OPS) == {MATMUL, *OPERATIONS}
+
+
+def test_a_profile_may_be_written_on_windows(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert card_named(path).title == "Test card"
 
 
 def test_no_toml_no_file_and_no_such_name(tmp_path):
@@ -144,6 +181,13 @@ def test_installed_without_the_repository_a_path_is_asked_for(tmp_path, monkeypa
     assert known_cards() == ()
     with pytest.raises(InputError, match=r"expected the path of a \.toml file .*without data/cards"):
         card_named("v100")
+
+
+def test_the_profile_that_the_documents_begin_with_can_be_rehearsed(tmp_path):
+    text = (read.FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    card = card_named(write(tmp_path, text.partition("```toml\n")[2].partition("```")[0]))
+    assert card.memory_bytes is None and not card.rates
+    assert rehearse(read.FOLDER.parent / "miniature", card, [1, 2], with_readiness=False).error is None
 
 
 def test_every_key_that_the_reader_takes_is_documented():

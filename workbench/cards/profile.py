@@ -11,6 +11,15 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: What a rule may say of a call.
 OUTCOMES = ("run", "route", "cast")
 
+#: Op of the rules for all products that torch is asked for.
+MATMUL = "matmul"
+
+#: What a rule may be for: the ops of the workbench besides.
+OPS = (
+    MATMUL, "alignment", "attention", "causal_conv", "experts", "gated_delta_rule", "gated_rms_norm", "linear",
+    "rms_norm", "routing",
+)  # fmt: skip
+
 #: Figures that a profile states or declares unknown.
 FIGURES = ("memory_bytes", "bandwidth", *(f"rates.{name}" for name in DTYPES))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.cards.profile import DTYPES, FIGURES, OUTCOMES, AbsentPrimitive, Card, Rule
+from workbench.cards.profile import DTYPES, FIGURES, MATMUL, OPS, OUTCOMES, AbsentPrimitive, Card, Rule
 from workbench.errors import InputError
 
 #: Profiles of this repository.
@@ -44,7 +44,7 @@ def card_named(name: str | Path) -> Card:
 def read_card(path: Path) -> Card:
     """The profile in a file; its name is the file's. Raises InputError as `card_named` does."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark first
     except OSError as error:
         raise InputError(f"card {path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -136,12 +136,15 @@ class _Reader:
             unknown=self.text_table("unknown"),
         )  # fmt: skip
         self.check_sources(card)
+        self.check_products(card)
         self.check_routes(card)
         return card
 
     def capability(self) -> tuple[int, int] | None:
         if "capability" not in self.content:
             return None
+        if self.content["device"] == "cpu":
+            raise self.wrong("capability", 'nothing beside device = "cpu"', repr(self.content["capability"]))
         right = lambda v: isinstance(v, list) and len(v) == 2 and all(type(x) is int and x >= 0 for x in v)  # noqa: E731
         major, minor = self.take(self.content, "capability", "", right, "two whole numbers, [major, minor]")
         return major, minor
@@ -158,13 +161,35 @@ class _Reader:
             where = f"absent_primitives[{i}]."
             self.known_keys(table, ("names", "library", "error", "instead"), where)
             library, error, instead = (self.text(table, key, where) for key in ("library", "error", "instead"))
-            for name in self.texts(table, "names", where):
-                if not name.startswith("aten::"):
-                    raise self.wrong(f"{where}names", "operators of torch, aten::NAME", repr(name))
+            names = self.texts(table, "names", where)
+            if not names:
+                raise self.wrong(f"{where}names", "at least one operator of torch, aten::NAME", "none")
+            for name in names:
+                self.check_operator(name, f"{where}names")
                 if name in found:
                     raise self.wrong(f"{where}names", "every operator once", f"{name} a second time")
                 found[name] = AbsentPrimitive(name=name, library=library, error=error, instead=instead)
         return found
+
+    def check_operator(self, name: str, where: str) -> None:
+        """A name that torch never calls would be no limit at all."""
+        import torch  # only profiles that lack something need it
+
+        prefix, _, short = name.partition("::")
+        if prefix != "aten" or not short:
+            raise self.wrong(where, "operators of torch, aten::NAME", repr(name))
+        packet = getattr(torch.ops.aten, short, None)
+        if packet is None or "." in short:
+            hint = "without overload" if "." in short else f"that torch {torch.__version__} has"
+            raise self.wrong(where, f"operators of torch, aten::NAME, {hint}", repr(name))
+        kinds = {
+            torch._C._dispatch_has_kernel_for_dispatch_key(
+                name if overload == "default" else f"{name}.{overload}", "CompositeImplicitAutograd"
+            )
+            for overload in packet.overloads()
+        }  # fmt: skip
+        if kinds == {True}:  # torch takes it apart before anybody sees it
+            raise self.wrong(where, "operators that torch does not make of others; name those", repr(name))
 
     def rule(self, i: int, table: dict[str, Any]) -> Rule:
         where = f"rules[{i}]."
@@ -179,7 +204,7 @@ class _Reader:
         if not dtypes or to in dtypes:
             raise self.wrong(f"{where}dtypes", "at least one, and none that is cast to itself", list(dtypes))
         return Rule(
-            op=self.text(table, "op", where), library=self.text(table, "library", where), dtypes=dtypes,
+            op=self.text(table, "op", where, OPS), library=self.text(table, "library", where), dtypes=dtypes,
             outcome=outcome, to=to, why=self.text(table, "why", where), price=self.number(table, "price", where),
             source=self.text(table, "source", where),
         )  # fmt: skip
@@ -205,6 +230,22 @@ class _Reader:
                 raise self.wrong(figure, f"a figure, or unknown.{figure} with the reason", "neither")
             if not is_given and figure in card.sources:
                 raise self.wrong(f"sources.{figure}", "nothing where the figure is unknown", "a source")
+
+    def check_products(self, card: Card) -> None:
+        """The dtype of models can be multiplied, and so can what a rule casts to."""
+
+        def is_multiplied(op: str, dtype: str) -> bool:
+            rules = (card.rule(op, dtype), card.rule(MATMUL, dtype))
+            known = next((rule for rule in rules if rule is not None), None)
+            return dtype in card.native_matmul if known is None else known.outcome != "cast"
+
+        if card.model_dtype not in card.native_matmul and card.rule(MATMUL, card.model_dtype) is None:
+            expected = f"a dtype of native_matmul, or one with a rule for {MATMUL}"
+            raise self.wrong("model_dtype", expected, repr(card.model_dtype))
+        for i, rule in enumerate(card.rules):
+            if rule.outcome == "cast" and not is_multiplied(rule.op, rule.to):
+                expected = "a dtype of native_matmul, or one with a rule to run or route it"
+                raise self.wrong(f"rules[{i}].to", expected, repr(rule.to))
 
     def check_routes(self, card: Card) -> None:
         """A route ends where something runs: no rule may send the same call on again."""
