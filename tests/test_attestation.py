@@ -9,7 +9,7 @@ from models import mini
 
 from workbench.cards import Rule, card_named
 from workbench.config import ModelConfig
-from workbench.errors import BackendError, BackendFailure, BackendWarning, InputError
+from workbench.errors import BackendError, BackendFailure, BackendWarning, InputError, Unserved
 from workbench.kernels import Kernels, registry
 from workbench.kernels.alignment import spec as alignment_spec
 from workbench.kernels.experts import spec as experts_spec
@@ -270,6 +270,167 @@ def test_declared_inputs_are_restored_and_undeclared_ones_refuse_the_retry(opera
     put_first(operations, "linear", run, mutates=("x",))
     with pytest.warns(BackendWarning):
         assert same(Kernels(strict=False).linear(x.clone(), weight), x @ weight.T)
+
+
+def expanded_state():
+    return torch.arange(64.0).view(1, 4, 16, 1).expand(1, 4, 16, 24)
+
+
+def strided_state():
+    return normal(2, 24, 16, 8).transpose(1, 3)[1:, ::2]
+
+
+def state_of_inference():
+    with torch.inference_mode():
+        return normal(1, 4, 16, 24)
+
+
+@pytest.mark.parametrize("make", [expanded_state, strided_state, state_of_inference])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_state_of_any_layout_is_restored(operations, make, failures):
+    seen, inner = [], OPERATIONS["gated_delta_rule"].backends["reference"].run
+
+    def run(*args, **named):
+        state = named["initial_state"]
+        seen.append(state.clone())
+        if len(seen) <= failures:
+            with torch.inference_mode():
+                state[:, :, ::2, :1] = float("nan")
+            raise RuntimeError("illegal memory access")
+        return inner(*args, **named)
+
+    put_first(operations, "gated_delta_rule", run)
+    state, inputs = make(), rule_spec.example(tokens=3)
+    before = state.clone()
+    with torch.no_grad(), pytest.warns(BackendWarning):
+        found = Kernels(strict=False).gated_delta_rule(**inputs, initial_state=state)
+    assert torch.equal(state, before) and all(torch.equal(x, before) for x in seen)
+    assert same(found, Kernels("reference").gated_delta_rule(**inputs, initial_state=before))
+
+
+def test_a_retry_leaves_the_backward_pass_what_it_needs(operations):
+    put_first(operations, "gated_delta_rule", Flaky("gated_delta_rule", 1).run)
+    leaf = torch.zeros(1, 4, 16, 24, requires_grad=True)
+    with pytest.warns(BackendWarning):
+        state = leaf.exp()  # its backward reads the result, which is the state
+        out, _ = Kernels(strict=False).gated_delta_rule(**rule_spec.example(tokens=3), initial_state=state)
+    out.sum().backward()
+    assert leaf.grad.abs().sum() > 0
+
+
+def test_what_torch_does_not_watch_is_restored_all_the_same(operations):
+    left = [1]
+
+    def run(x, weight):
+        if left[0]:
+            left[0] -= 1
+            x.zero_()
+            raise RuntimeError("illegal memory access")
+        return x @ weight.T
+
+    put_first(operations, "linear", run)
+    with torch.inference_mode(), pytest.warns(BackendWarning):
+        x, weight = normal(2, 3), normal(4, 3)
+        expected = x @ weight.T
+        assert torch.equal(Kernels(strict=False).linear(x, weight), expected)
+
+
+def test_the_next_backend_may_write_to_other_inputs(operations):
+    left = [1]
+
+    def writes(x, weight):
+        if left[0]:
+            left[0] -= 1
+            x.zero_()
+            raise RuntimeError("misaligned address")
+        return x @ weight.T
+
+    register_backend("linear", "second", writes, lambda call: None, mutates=("x",))
+    operations["linear"] = Operation("linear", operations["linear"].backends, lambda call: ("second",))
+    put_first(operations, "linear", Flaky("linear", 2).run)
+    x, weight = normal(2, 3), normal(4, 3)
+    kernels = Kernels(strict=False)
+    with pytest.warns(BackendWarning):
+        assert torch.equal(kernels.linear(x.clone(), weight), x @ weight.T)
+    row = row_of(kernels, "linear")
+    # A retry of each: the first served nothing, so that its own is told with who did.
+    assert (row.backend, row.calls, row.retries, [name for name, _ in row.replaced]) == ("second", 1, 2, ["toy"])
+
+
+class Failing:
+    """An observer that fails, or what it is given to a library that says it in its own words."""
+
+    sees_inside = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, name, tensor):
+        self.calls += 1
+        raise ValueError("the observer's own")
+
+    def scope(self, prefix):
+        return self
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_what_an_observer_raises_is_no_failure_of_the_backend(operations, strict, is_wrapped):
+    inner = OPERATIONS["gated_delta_rule"].backends["reference"].run
+
+    def run(*args, **named):
+        try:
+            return inner(*args, **named)
+        except ValueError as error:
+            if is_wrapped:
+                raise RuntimeError("callback failed") from error
+            raise
+
+    put_first(operations, "gated_delta_rule", run)
+    observer, kernels = Failing(), Kernels(strict=strict)
+    with pytest.raises(ValueError, match=r"^the observer's own$"):
+        kernels.gated_delta_rule(**rule_spec.example(tokens=3), tap=observer)
+    row = row_of(kernels, "gated_delta_rule")
+    assert observer.calls == 1 and (row.backend, row.retries, row.replaced) == ("toy", 0, ())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_op_inside_that_cannot_be_served_is_its_own_error(operations, strict):
+    register_backend("alignment", "toy", Flaky("alignment", 0).run, lambda call: "libtoy.so: cannot open")
+    operation = operations["experts"]
+    operations["experts"] = Operation("experts", operation.backends, lambda call: ("torch_sorted", "torch_loop"))
+    with pytest.raises(Unserved, match=r"^op alignment: backend toy was asked for .*libtoy.so: cannot open"):
+        Kernels("alignment=toy", strict=strict).experts(**experts_spec.example(tokens=5))
+
+
+def test_a_route_does_not_lead_back_to_what_failed(operations):
+    register_backend("linear", "toy", Flaky("linear", 9).run, lambda call: None)
+    rule = Rule(op="linear", library="torch_linear", dtypes=("float32",), outcome="route", to="toy", why="no kHalf",
+                source="")  # fmt: skip
+    kernels = Kernels(strict=False, card=replace(card_named("cpu"), rules=(rule,)))
+    with pytest.warns(BackendWarning) as told:
+        assert same(CALLS["linear"](kernels), CALLS["linear"](Kernels("reference")))
+    row = row_of(kernels, "linear")
+    assert len(told) == 2 and row.backend == "torch_onednn" and [name for name, _ in row.replaced] == ["toy"]
+
+
+def test_a_row_of_several_kinds_of_calls_keeps_every_refusal_and_reason(operations):
+    def supports(call):
+        return "no packed sequences" if call.packed else f"at most 2 tokens, found {call.tokens}"
+
+    register_backend("causal_conv", "toy", Flaky("causal_conv", 0).run, supports)
+    operations["causal_conv"] = Operation(
+        "causal_conv", operations["causal_conv"].backends, lambda call: ("toy", "reference")
+    )
+    kernels = Kernels()
+    for tokens in (4, 6):
+        kernels.causal_conv(normal(1, tokens, 4), normal(4, 3), window=normal(1, 2, 4))
+    kernels.causal_conv(
+        normal(1, 6, 4), normal(4, 3), window=normal(2, 2, 4), cu_seqlens=torch.tensor([0, 2, 6])
+    )  # fmt: skip
+    row = row_of(kernels, "causal_conv")
+    assert row.refused == (("toy", "at most 2 tokens, found 4"), ("toy", "no packed sequences"))
+    assert row.calls == 3 and row.reason.count("first of the automatic order") == 1
 
 
 @pytest.mark.parametrize("is_named", [True, False])

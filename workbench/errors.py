@@ -32,6 +32,10 @@ class BackendError(WorkbenchError):
     """A kernel backend was asked for that is unknown, or that cannot run these arguments on this machine."""
 
 
+class Unserved(BackendError):
+    """No backend may serve a call: the one that was named refuses, or all do."""
+
+
 class BackendFailure(BackendError):
     """A backend failed while it ran: `op` and `backend` say which; the cause is the exception that it raised."""
 

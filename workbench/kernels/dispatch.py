@@ -4,13 +4,15 @@ A failure is an error that names op, backend and every input. Only where the use
 `--lenient`) the call is repeated once, from inputs as they were; if it fails again, a backend that the user named is an
 error, and one that was chosen automatically is replaced by the next of the order: warned of, counted, attested. Inputs
 that may be half updated (recurrent state, convolution window, what a backend declares in `mutates`) are copied before a
-lenient call and restored before it is repeated. A call that ran out of memory is not repeated here: `recovery` frees
-what it can and repeats the whole step.
+lenient call and restored before it is repeated; so are tensors of torch.inference_mode(), of which torch does not tell
+whether they were changed. A call that ran out of memory is not repeated here: `recovery` frees what it can and repeats
+the whole step. What an observer raises is the observer's; it sees the part of a call that failed, then the whole call.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,16 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.errors import BackendError, BackendFailure, BackendWarning, WorkbenchError, one_line
-from workbench.kernels.out_of_memory import is_out_of_memory
+from workbench.errors import BackendError, BackendFailure, BackendWarning, Unserved, WorkbenchError, one_line
+from workbench.kernels.out_of_memory import chain_of, is_out_of_memory
 from workbench.kernels.registry import Backend, Call, Resolution, operation_named, resolve
 from workbench.kernels.requirements import dtype_name
 
 if TYPE_CHECKING:
     from workbench.cards import Card
+    from workbench.taps import Tap
 
 #: Inputs that carry state from call to call, by op: a backend that breaks off may leave them half updated.
 STATE_INPUTS = {"gated_delta_rule": ("initial_state",), "causal_conv": ("window",)}
+
+#: Between the reasons of calls that share a row of the attestation.
+ALSO = "; also "
 
 #: Inputs that no card's cast narrows: rounding them is raised to a power by exp, or adds up over the sequence.
 KEPT_WIDE = frozenset({"log_decay", "initial_state"})
@@ -86,39 +92,48 @@ class Site:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         self.calls += 1
+        of_observer: list[Exception] = []
+        if named.get("tap") is not None and not torch.compiler.is_compiling():
+            named["tap"] = _HeardTap(named["tap"], of_observer)
         if not self.strict:
-            return self._lenient(args, named)
+            return self._lenient(args, named, of_observer)
         try:
             return self.run(*args, **named)
         except Exception as error:
-            self._raise_unless_of_backend(error)
+            self._raise_unless_of_backend(error, of_observer)
             raise self._failure(error, args, named) from error
 
-    def _raise_unless_of_backend(self, error: Exception) -> None:
-        """Pass on what is no failure of this backend: unusable input, and an op inside this one that failed."""
-        is_of_backend = isinstance(error, BackendError) and not isinstance(error, BackendFailure)
+    def _raise_unless_of_backend(self, error: Exception, of_observer: list[Exception]) -> None:
+        """Pass on what is no failure of this backend: of an observer, of an op inside this one, unusable input."""
+        for link in chain_of(error, with_context=False):
+            if any(link is raised for raised in of_observer):
+                raise link
+        is_of_backend = isinstance(error, BackendError) and not isinstance(error, BackendFailure | Unserved)
         if isinstance(error, WorkbenchError) and not is_of_backend:
             raise error
 
-    def _lenient(self, args: tuple, named: dict[str, Any]) -> Any:
+    def _lenient(self, args: tuple, named: dict[str, Any], of_observer: list[Exception]) -> Any:
         kept = _Kept(self, args, named)
         repeated = False
         while True:
+            resolution = self.resolution
             try:
                 return self.run(*args, **named)
             except Exception as error:  # whatever it is, it is told: repeated, replaced or raised
-                self._raise_unless_of_backend(error)
+                self._raise_unless_of_backend(error, of_observer)
                 kept.restore(error)
                 if is_out_of_memory(error):  # nothing is freed in between, and another backend needs memory as well
                     raise self._failure(error, args, named) from error
                 if repeated and self.is_named:
                     raise self._failure(error, args, named, again=True) from error
-                if repeated:
-                    self._replace(error, args, named)
-                else:
+                if not repeated:
                     self._say(f"failed and is tried once more from restored inputs: {_said(error)}")
                     self.retries += 1
-                repeated = not repeated
+                elif resolution is self.resolution:  # else another thread has replaced it meanwhile
+                    self._replace(error, args, named)
+            repeated = not repeated
+            if not repeated:
+                kept = _Kept(self, args, named)  # the next backend may write to other inputs
 
     def _replace(self, error: Exception, args: tuple, named: dict[str, Any]) -> None:
         """Take the next backend of the automatic order; an error where there is none."""
@@ -126,12 +141,14 @@ class Site:
         self.failed[gone] = f"failed twice at call: {_said(error)}"
         try:
             chosen = resolve(self.call, None, self.card, self.failed)
-        except BackendError as none_left:
+        except Unserved as none_left:
             raise self._failure(error, args, named, f"; {none_left}", again=True) from error
         self._say(f"failed twice and is replaced by {chosen.backend.name} from here on: {_said(error)}")
         self.calls -= 1
-        self.past += [self._row()] if self.calls else []
-        self.calls, self.retries = 1, 0
+        if self.calls:
+            self.past.append(self._row())
+            self.retries = 0
+        self.calls = 1  # a retry of the only call is told with who served it
         self._take(chosen)
 
     def _say(self, what: str) -> None:
@@ -175,19 +192,32 @@ class Site:
 
 
 def merged(rows: Iterable[Attestation]) -> list[Attestation]:
-    """One row per op, backend, device, dtype and phase; counts added, the first reason kept."""
+    """One row per op, backend, device, dtype and phase: counts added, every reason and refusal kept once.
+
+    Reasons that differ by numbers alone (of tokens, of a limit) are one, told with those of the first call.
+    """
     groups: dict[tuple, Attestation] = {}
     for row in rows:
         key = (row.op, row.backend, row.device, row.dtype, row.tokens)
         before = groups.get(key)
         if before is not None:
+            reasons = _distinct([*before.reason.split(ALSO), *row.reason.split(ALSO)])
             row = Attestation(
-                *key, before.calls + row.calls, before.reason, before.refused, before.retries + row.retries,
+                *key, before.calls + row.calls, ALSO.join(reasons), _distinct(before.refused + row.refused),
+                before.retries + row.retries,
                 tuple(dict.fromkeys(before.replaced + row.replaced)), before.routed + row.routed,
                 before.cast + row.cast,
             )  # fmt: skip
         groups[key] = row
     return [groups[key] for key in sorted(groups)]
+
+
+def _distinct(texts: Iterable[Any]) -> tuple:
+    """Texts, or pairs of them, without those that another one differs from by its numbers alone; the first stays."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        found.setdefault(re.sub(r"\d+", "#", str(text)), text)
+    return tuple(found.values())
 
 
 class _Kept:
@@ -199,10 +229,10 @@ class _Kept:
         inputs = _by_name(backend, args, named)
         wanted = {*STATE_INPUTS.get(site.call.op, ()), *backend.mutates}
         tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-        self.copies = [(tensors[key], tensors[key].clone()) for key in wanted if key in tensors]
-        # Tensors of torch.inference_mode() have no version.
-        watched = (key for key, value in tensors.items() if key not in wanted and not value.is_inference())
-        self.versions = {key: (tensors[key], tensors[key]._version) for key in watched}
+        # Tensors of torch.inference_mode() have no version by which a change would show.
+        is_copied = {key: key in wanted or value.is_inference() for key, value in tensors.items()}
+        self.copies = [(value, value.detach().clone()) for key, value in tensors.items() if is_copied[key]]
+        self.versions = {key: (value, value._version) for key, value in tensors.items() if not is_copied[key]}
 
     def restore(self, error: Exception) -> None:
         """Put the copies back. Raises BackendFailure where an input was changed that nobody said would be."""
@@ -213,9 +243,39 @@ class _Kept:
                     f"op {op}: backend {name} failed at call, {_said(error)}, after it changed its input {key} in "
                     f"place, which it does not declare in `mutates`: the call cannot be repeated; declare it", op, name,
                 ) from error  # fmt: skip
-        with torch.no_grad():
-            for tensor, copy in self.copies:
-                tensor.copy_(copy)
+        for tensor, copy in self.copies:
+            _put_back(tensor, copy)
+
+
+def _put_back(tensor: Tensor, copy: Tensor) -> None:
+    """Write a copy of a tensor into its memory, as if nothing had been written there."""
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[axis] > 1:  # expanded: one place in memory for all of the axis
+            tensor, copy = tensor.narrow(axis, 0, 1), copy.narrow(axis, 0, 1)
+    # Not through the tensor itself: an unchanged value that a backward pass needs would count as changed.
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        tensor.data.copy_(copy)
+
+
+class _HeardTap:
+    """The observer `tap`; what it raises is kept in `raised`, so that nobody blames the backend that called it."""
+
+    def __init__(self, tap: Tap, raised: list[Exception]):
+        self._tap, self._raised = tap, raised
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tap, name)  # what an observer says of itself: `sees_inside`, `takes_parts`
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        try:
+            return self._tap(name, tensor)
+        except Exception as error:
+            self._raised.append(error)
+            raise
+
+    def scope(self, prefix: str) -> _HeardTap | None:
+        scoped = self._tap.scope(prefix)
+        return None if scoped is None else _HeardTap(scoped, self._raised)
 
 
 def _casting(backend: Backend, wide: torch.dtype, narrow: torch.dtype) -> Callable[..., Any]:

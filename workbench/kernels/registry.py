@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.errors import BackendError
+from workbench.errors import BackendError, Unserved
 from workbench.kernels.machine import Machine, this_machine
 from workbench.kernels.requirements import Requires, dtype_name
 from workbench.kernels.signatures import DOCUMENTED_ORDER, Given, foreign
@@ -174,25 +174,27 @@ def backend_named(op: str, name: str) -> Backend:
 def resolve(
     call: Call, requested: str | None = None, card: Card | None = None, failed: Mapping[str, str] | None = None
 ) -> Resolution:
-    """Choose the backend of a call. Raises BackendError when the requested one, or every candidate, refuses.
+    """Choose the backend of a call. Raises Unserved when the requested one, or every candidate, refuses.
 
     `card` may route or cast by its rules; `failed` are backends that failed at this call before, with their errors.
     """
     if requested is not None:
         found = _tried(backend_named(call.op, requested), call, card, "named by the user")
         if isinstance(found, str):
-            raise BackendError(f"op {call.op}: backend {requested} was asked for and cannot serve this call: {found}")
+            raise Unserved(f"op {call.op}: backend {requested} was asked for and cannot serve this call: {found}")
         return found
     operation = operation_named(call.op)
     refused: list[tuple[str, str]] = []
     why = f"first of the automatic order for {call.tokens} tokens on {call.device} that can serve"
     for name in operation.automatic_order(call):
-        found = (failed or {}).get(name) or _tried(operation.backends[name], call, card, why)
+        found = _tried(operation.backends[name], call, card, why)
+        taken = name if isinstance(found, str) else found.backend.name  # a card's rule may name another
+        found = (failed or {}).get(name) or (failed or {}).get(taken) or found
         if not isinstance(found, str):
             return replace(found, refused=tuple(refused))
         refused.append((name, found))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
-    raise BackendError(f"op {call.op}: no backend can serve {call.dtype} on {call.device}: {reasons}")
+    raise Unserved(f"op {call.op}: no backend can serve {call.dtype} on {call.device}: {reasons}")
 
 
 def _tried(backend: Backend, call: Call, card: Card | None, why: str) -> Resolution | str:
