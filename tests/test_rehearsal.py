@@ -66,6 +66,18 @@ class Witness(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@torch.library.custom_op("workbench_test::solve", mutates_args=())
+def solve(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.solve_triangular(a, b, upper=False)
+
+
+LIBRARY = torch.library.Library("workbench_test", "DEF")
+for name, kernel in (("on_cpu", "CPU"), ("anywhere", "CompositeExplicitAutograd"),
+                     ("of_others", "CompositeImplicitAutograd")):  # fmt: skip
+    LIBRARY.define(f"{name}(Tensor a, Tensor b) -> Tensor")
+    LIBRARY.impl(name, lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), kernel)
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize(
     "call",
@@ -80,6 +92,19 @@ class Witness(TorchDispatchMode):
         lambda a: torch.linalg.pinv(a),
         lambda a: torch.linalg.eigh(a),
         lambda a: torch.linalg.lstsq(a, a),
+        torch.linalg.lu,
+        torch.linalg.eigvals,
+        torch.linalg.matrix_rank,
+        lambda a: torch.linalg.cond(a, 2),
+        lambda a: torch.lobpcg(a, k=1, niter=1),
+        lambda a: torch.vmap(lambda x: torch.linalg.solve_triangular(a, x[:, None], upper=False))(a),
+        lambda a: torch.func.jacrev(lambda x: torch.linalg.solve(a, x))(a),
+        lambda a: a.clone().cholesky_inverse(),
+        # What others bring along, with a kernel in Python or in C++.
+        lambda a: solve(a, a),
+        lambda a: torch.ops.workbench_test.on_cpu(a, a),
+        lambda a: torch.ops.workbench_test.anywhere(a, a),
+        lambda a: torch.ops.workbench_test.of_others(a, a),
     ],
 )
 def test_what_the_card_lacks_raises_and_never_runs(call, mode):
@@ -89,6 +114,35 @@ def test_what_the_card_lacks_raises_and_never_runs(call, mode):
         call(eye)
     assert "card bi-v100" in str(caught.value) and "\n" not in str(caught.value)
     assert not witness.ran & set(BI_V100.absent_primitives)
+
+
+@pytest.mark.parametrize("call", [lambda a: torch.linalg.solve(a, a), lambda a: solve(a, a), torch.linalg.lu])
+def test_what_the_card_lacks_raises_with_a_gradient_and_in_its_backward_pass(call):
+    eye = torch.eye(4, requires_grad=True)
+    with Rehearsal(BI_V100), pytest.raises(AbsentPrimitive):
+        call(eye)
+    out = torch.linalg.solve(eye, eye)  # outside: its backward pass solves once more
+    with Rehearsal(BI_V100), pytest.raises(AbsentPrimitive):
+        out.sum().backward()
+
+
+def test_an_operator_that_is_opened_gives_what_it_gave():
+    a, x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)), torch.ones(2, 3, 8)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    calls = {
+        "matrix_exp": lambda: torch.matrix_exp(a), "cdist": lambda: torch.cdist(a.repeat(5, 1), a.repeat(5, 1)),
+        "bilinear": lambda: F.bilinear(a, a, a[None]), "encoder": lambda: layer(x),
+        "activation": lambda: torch._addmm_activation(a[0], a, a),
+    }  # fmt: skip
+    for name, call in calls.items():
+        rehearsal = Rehearsal(BI_V100)
+        with torch.inference_mode():
+            expected = call()
+            with rehearsal:
+                found = call()
+        assert torch.equal(found, expected), name
+        assert rehearsal.seen and all(row.outcome == "route" for row in rehearsal.seen), name
 
 
 def test_the_witness_sees_what_a_run_without_rehearsal_executes():

@@ -9,13 +9,16 @@
                for and no rule is a DtypeViolation
     rounding   products of 16-bit operands are computed as the card does it: exact products of the operands, summed in
                float32, rounded once to the dtype of the result
-    composite  operators made of others are taken apart first, also in inference mode, so that nothing hides in them
+    composite  operators made of others are taken apart first, also in inference mode, so that nothing hides in them;
+               of operators of other libraries, and of those of torch that call others inside, the inside is watched
 
 Nothing here casts a float32 or float64 tensor inside the gated delta rule: its state, its log decays and their sum are
 raised to powers, and a rule of a card that would narrow them is a DtypeViolation that names the cast to insert.
 
 Elementwise operators need nothing: torch computes those of 16-bit tensors in float32 and rounds once, on a CPU as on a
 GPU. Sums in float32 may be taken in another order than on the card.
+
+What torch does not dispatch is not seen: another thread, and code of a library that is no operator of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from types import CodeType
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from workbench.cards import Card, Rule
 from workbench.errors import BackendError
@@ -41,6 +46,7 @@ MATMUL = "matmul"
 PRODUCTS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1, "aten::mv": 0,
     "aten::addmv": 1, "aten::dot": 0, "aten::vdot": 0, "aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0,
+    "aten::_addmm_activation": 1,
 }  # fmt: skip
 CONVOLUTIONS = frozenset({"aten::convolution", "aten::_convolution", "aten::mkldnn_convolution"})
 #: Operators that are the whole attention, with its two products inside.
@@ -54,6 +60,12 @@ LAYOUTS = frozenset({
     "aten::to", "aten::type_as", "aten::reshape", "aten::reshape_as", "aten::view_as", "aten::expand_as",
     "aten::flatten", "aten::unflatten", "aten::contiguous", "aten::chunk", "aten::narrow", "aten::movedim",
     "aten::numpy_T", "aten::mT", "aten::ravel", "aten::pad", "aten::stack", "aten::item", "aten::detach",
+})  # fmt: skip
+
+#: Operators of torch that call others from C++, below where a mode sees them: their inside is watched.
+CONTAINERS = frozenset({
+    "aten::linalg_lu", "aten::linalg_matrix_exp", "aten::_trilinear", "aten::_euclidean_dist",
+    "aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd",
 })  # fmt: skip
 
 #: Ops of the workbench inside which nothing of float32 or wider is narrowed by a rule.
@@ -150,6 +162,8 @@ class Rehearsal(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if kind == "absent":
             raise self._absence(func)
+        if kind == "container":
+            return self._opened(func, args, kwargs)
         return self._product(func, kind, args, kwargs)
 
     def _kind(self, func: torch._ops.OpOverload) -> str:
@@ -160,7 +174,19 @@ class Rehearsal(TorchDispatchMode):
             return "plain" if name in LAYOUTS else "composite"
         if _functional(name) in PRODUCTS:
             return "product"
+        if name in CONTAINERS or not name.startswith(("aten::", "prim::", "prims::")):
+            return "container"
         return "convolution" if name in CONVOLUTIONS else "attention" if name in ATTENTION else "plain"
+
+    def _opened(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict):
+        """The operator by the kernel of its tensors' device, called below this mode, with the mode on again inside."""
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided)
+        device = next((x.device.type for x in tensors), "")
+        key = {"cpu": DispatchKey.CPU, "cuda": DispatchKey.CUDA}.get(device)
+        if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+            return func(*args, **kwargs)
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
     def _absence(self, func: torch._ops.OpOverload) -> AbsentPrimitive:
         lacking = self.card.absent_primitives[_functional(func._schema.name)]
@@ -185,6 +211,8 @@ class Rehearsal(TorchDispatchMode):
                 f"cast it to {self.card.model_dtype} before the call, or add a rule that routes {MATMUL} in {text}",
             )  # fmt: skip
         outcome = "run" if rule is None else rule.outcome
+        if outcome == "cast":
+            self._check_cast(func, args, dtype, op, site, rule)  # before it is counted: it is not done
         library = "torch" if rule is None else rule.library
         key = (op, name, dtype, outcome)
         seen = self._seen.get(key)
@@ -194,20 +222,24 @@ class Rehearsal(TorchDispatchMode):
         seen.calls += 1
         seen.flops += _flops(name, kind, factors, args)
         if outcome == "cast":
-            return self._cast(func, kind, args, kwargs, dtype, getattr(torch, rule.to), seen, site)
+            return self._cast(func, kind, args, kwargs, dtype, getattr(torch, rule.to), seen)
         if kind == "attention" or dtype.itemsize > 2:
             return func(*args, **kwargs)
         return self._rounded(func, args, kwargs, dtype, seen)
 
-    def _cast(self, func, kind, args, kwargs, wide, narrow, seen: Seen, site: str):
-        """The call with its operands in `narrow`, its result back in `wide`."""
-        if seen.op in KEPT_WIDE and wide.itemsize > 2 and narrow.itemsize <= 2:
+    def _check_cast(self, func, args: tuple, wide: torch.dtype, op: str, site: str, rule: Rule) -> None:
+        """Nothing that has to stay wide is narrowed."""
+        if op in KEPT_WIDE and wide.itemsize > 2 and getattr(torch, rule.to).itemsize <= 2:
+            text = str(wide).removeprefix("torch.")
             raise self._violation(
-                func, args, wide, seen.op, site,
-                f"card {self.card.name} would cast it to {seen.to} ({seen.rule.why}), and nothing narrows the state, "
+                func, args, wide, op, site,
+                f"card {self.card.name} would cast it to {rule.to} ({rule.why}), and nothing narrows the state, "
                 "the log decays or their sum",
-                f"route it to a library that takes {seen.dtype}, or cast in {site} the operands that may be narrow",
+                f"route it to a library that takes {text}, or cast in {site} the operands that may be narrow",
             )  # fmt: skip
+
+    def _cast(self, func, kind, args, kwargs, wide, narrow, seen: Seen):
+        """The call with its operands in `narrow`, its result back in `wide`."""
 
         def narrowed(x: object) -> object:
             if not isinstance(x, Tensor) or x.dtype != wide:
