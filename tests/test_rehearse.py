@@ -88,7 +88,7 @@ def test_libraries_are_judged_by_the_limits_of_the_card(bi_v100):
     assert "CoreX MoE module not found" in there.loc[("experts", "corex_moe"), "reason"]
     here = rehearse(MINIATURE, "t4", IDS[:9], with_readiness=False).named.set_index(["op", "backend"])
     assert here.loc[("linear", "ixformer"), "reason"] == "a library of Iluvatar's cards alone"
-    assert here.loc[("experts", "vllm"), "can"]
+    assert here.loc[("experts", "vllm"), "reason"] == "needs compute capability 8.0, found 7.5"
 
 
 def test_a_backend_that_the_card_alone_can_run_comes_first_there(monkeypatch):
@@ -245,3 +245,69 @@ def test_a_plan_needs_no_run_and_no_prompt(capsys):
 def test_the_models_own_option_runs_under_the_limits(capsys):
     assert main(["generate", str(MINIATURE), "--ids", "5,6,7", "--card", "bi-v100", "--max-new-tokens", "3"]) == 0
     assert "routed from ixformer to torch" in capsys.readouterr().err
+
+
+OWN_CARD = """
+title = "Nova X1"
+device = "cuda"
+native_matmul = ["float16"]
+model_dtype = "float16"
+
+[unknown]
+capability = "not asked"
+memory_bytes = "not asked"
+bandwidth = "not asked"
+"rates.float16" = "not asked"
+"rates.bfloat16" = "not asked"
+"rates.float32" = "not asked"
+"rates.float64" = "not asked"
+
+[[absent_primitives]]
+names = ["aten::linalg_qr"]
+library = "libother.so"
+error = "no such library"
+instead = "nothing of it"
+
+[[absent_primitives]]
+names = ["{primitive}"]
+library = "libscan.so"
+error = "scan not implemented"
+instead = "a product with a triangle of ones"
+
+[[rules]]
+op = "matmul"
+library = "novablas"
+dtypes = ["float32"]
+outcome = "{outcome}"
+to = "{to}"
+why = "float16 alone"
+source = "its error"
+"""
+
+
+@pytest.mark.parametrize(
+    ("primitive", "outcome", "to", "expected"),
+    [
+        ("aten::cumsum", "route", "torch", "card nova lacks libscan.so: scan not implemented; use a product with"),
+        ("aten::ormqr", "cast", "float16", "nothing narrows the state, the log decays or their sum; route it to"),
+    ],
+)
+def test_a_card_on_which_nothing_runs_gets_a_verdict_all_the_same(tmp_path, capsys, primitive, outcome, to, expected):
+    card = tmp_path / "nova.toml"
+    card.write_text(OWN_CARD.format(primitive=primitive, outcome=outcome, to=to))
+    arguments = ["rehearse", str(MINIATURE), "--card", str(card), "--ids", "300,301,302"]
+    assert main([*arguments, "--json", str(tmp_path / "r.json"), "--out", str(tmp_path / "r.html")]) == 1
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["verdict"].startswith("Does not run on Nova X1: op gated_delta_rule") and expected in found["verdict"]
+    assert "; given q [" in found["error"] and found["error"] in found["evidence"]
+    assert found["ended"] == "gated_delta_rule" and found["readiness"]["verdict"].startswith("Float16 serves")
+    assert any("float16 was judged with this machine's arithmetic" in line for line in found["evidence"])
+    assert found["changes"][0]["must"] and "find another way for gated_delta_rule" in found["changes"][0]["what"]
+    told = {change["what"]: change["cost"] for change in found["changes"]}
+    assert not any("operands of gated_delta_rule to float16" in what for what in told)  # it must not be done
+    scan = "do without libscan.so; in the place of " + primitive.removeprefix("aten::")
+    (cost,) = (cost for what, cost in told.items() if what.startswith(scan))
+    assert cost.startswith("unknown: the run ended at aten::cumsum" if outcome == "route" else "unknown: the run ended")
+    assert any(what.startswith("do without libother.so") for what in told)  # each library for itself
+    assert "the run ended in gated_delta_rule" in capsys.readouterr().out
+    assert "The run ended in gated_delta_rule" in (tmp_path / "r.html").read_text()

@@ -34,7 +34,7 @@ from workbench.kernels.agreement import logit_difference
 from workbench.kernels.dispatch import Attestation
 from workbench.kernels.registry import Call, operation_named
 from workbench.kernels.rehearsal import ATTENTION, MATMUL, Seen
-from workbench.loading import load
+from workbench.loading import device_named, dtype_named, load
 
 if TYPE_CHECKING:
     from workbench.model import CausalLM
@@ -91,7 +91,8 @@ class Rehearsal:
     plan        memory
     accuracy    logits under the card and as stored against float32: largest difference of the largest logit; None where
                 there is no run
-    error       why there is no run
+    error       why there is no run, or none to its end
+    ended       the op in which all runs under the limits ended, so that those after it are in no table; None: none did
     """
 
     card: Card
@@ -112,6 +113,7 @@ class Rehearsal:
     accuracy: dict[str, float | int | None] | None
     error: str | None
     elapsed: float
+    ended: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON values: the verdict's fields first."""
@@ -126,7 +128,8 @@ class Rehearsal:
             }  # fmt: skip
         return _plain(self.verdict.to_json() | {
             "card": self.card.name, "title": self.card.title, "checkpoint": self.checkpoint, "dtype": self.dtype,
-            "stored": self.stored, "tokens": self.tokens, "error": self.error, "accuracy": self.accuracy,
+            "stored": self.stored, "tokens": self.tokens, "error": self.error, "ended": self.ended,
+            "accuracy": self.accuracy,
             "changes": [{"what": c.what, "why": c.why, "cost": c.cost, "must": c.must} for c in self.changes],
             "memory": self.plan.to_json(), "seconds": {k: list(v) for k, v in self.seconds.items()},
             "readiness": ready, "unknown": dict(self.card.unknown), **tables, "elapsed_s": self.elapsed,
@@ -184,6 +187,8 @@ def rehearse(
     if not ids and with_run:
         raise InputError("prompt: expected at least one token, found none; give some text")
     dtype = card.model_dtype if dtype is None else dtype
+    dtype_named(dtype)
+    target = device_named(device)
     config, weights = weights_in_files(checkpoint, dtype, expert_layout=expert_layout)
     plan = memory_plan(config, card, dtype=dtype, length=length, sequences=sequences, prompt=prefill,
                        utilisation=utilisation, weights=weights)  # fmt: skip
@@ -201,7 +206,7 @@ def rehearse(
         )  # fmt: skip
     common = {"router_dtype": router_dtype, "device": device, "expert_layout": expert_layout}
     asked = {**common, "backend": backend, "policy": policy, "strict": strict}
-    input_ids = torch.tensor([list(ids)], device=device)
+    input_ids = torch.tensor([list(ids)], device=target)
 
     say(f"{card.title}: a prompt of {counted(len(ids), 'token')} and one token more in {dtype}, under its limits")
     ran = _under_limits(checkpoint, card, dtype, input_ids, asked)
@@ -213,21 +218,23 @@ def rehearse(
     if ran.logits is not None:
         say("the same prompt in float32 and as stored, without limits")
         accuracy, finite_wide = _accuracy(checkpoint, input_ids, ran.logits, asked)
-    readiness = None
+    readiness, aside = None, None
     if with_readiness and card.model_dtype == "float16" and stored != "float16":
-        readiness = fp16_readiness(_as_stored(checkpoint, asked), input_ids, card=card, progress=say)
+        ends = ran.error if plain is None else plain.error
+        readiness, aside = _readiness(_as_stored(checkpoint, asked), input_ids, card, ends, say)
 
     shown = ran if ran.error is None or plain is None or plain.error is not None else plain
     products = _products(card, shown.seen)
     costs, seconds = _costs(config, card, dtype, products, prefill)
     ops = _ops(card, shown.attestation)
-    verdict = _verdict(card, dtype, ran, plain, plan, readiness, accuracy, products, finite_wide)
+    verdict = _verdict(card, dtype, ran, plain, plan, readiness, aside, accuracy, products,
+                       finite_wide)  # fmt: skip
     changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, ops, products, costs)
     return Rehearsal(
         card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=len(ids),
         verdict=verdict, changes=changes, ops=ops, named=_named(shown.calls), products=products, costs=costs,
         seconds=seconds, readiness=readiness, plan=plan, accuracy=accuracy, error=ran.error,
-        elapsed=time.monotonic() - started,
+        elapsed=time.monotonic() - started, ended=None if shown.error is None else _op_in(shown.error) or "the model",
     )  # fmt: skip
 
 
@@ -253,6 +260,24 @@ def _under_limits(checkpoint: str | Path, card: Card, dtype: str, input_ids: Ten
     passes.attestation, passes.seen = model.kernels.attestation(), model.kernels.rehearsed
     passes.calls = model.kernels.calls
     return passes
+
+
+def _readiness(
+    model: CausalLM, input_ids: Tensor, card: Card, ends: str | None, say: Callable[[str], None]
+) -> tuple[Readiness, str | None]:
+    """(float16 readiness under the card's limits, None); without them, and why, where nothing runs under them.
+
+    `ends` is the error of a run under the limits that ended, None where it came through.
+    """
+    cause = ""
+    if ends is None:
+        try:
+            return fp16_readiness(model, input_ids, card=card, progress=say), None
+        except BackendError as error:  # a remedy may ask for a dtype that the model itself never needed
+            cause = f" ({_brief(str(error))})"
+    say("float16 without the card's limits, under which its run ends")
+    why = f"float16 was judged with this machine's arithmetic: under the card's limits the run ends{cause}"
+    return fp16_readiness(model, input_ids, progress=say), why
 
 
 def _as_stored(checkpoint: str | Path, settings: dict) -> CausalLM:
@@ -392,7 +417,7 @@ def _as_run(cost: OpCost, card: Card, dtype: str, asked: str) -> tuple[OpCost, f
 
 def _verdict(
     card: Card, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan, readiness: Readiness | None,
-    accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
+    aside: str | None, accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
 ) -> Verdict:  # fmt: skip
     evidence = [plan.in_words()]
     evidence += _accuracy_sentences(card, dtype, accuracy)
@@ -403,11 +428,15 @@ def _verdict(
             f"rules of the card: {counted(int(routed['calls'].sum()), 'product')} of {ops} routed to another library, "
             f"of {int(products['calls'].sum()):,} in this run"
         )
+    if aside is not None:
+        evidence.append(aside)
     if readiness is not None:
         evidence.append(readiness.verdict.verdict)
     if ran.error is not None:
+        asked = "" if plain is None else " as asked"
+        evidence += [ran.error] if _brief(ran.error) != ran.error else []
         return Verdict(
-            f"Does not run on {card.title} as asked: {ran.error}", Where(op=_op_in(ran.error)), CANNOT_RUN,
+            f"Does not run on {card.title}{asked}: {_brief(ran.error)}", Where(op=_op_in(ran.error)), CANNOT_RUN,
             tuple(evidence),
             fix=None if plain is None or plain.error is not None else
             "leave --backend and --policy to the automatic choice: that run ends well under the same limits",
@@ -450,6 +479,11 @@ def _plan_verdict(card: Card, dtype: str, plan: MemoryPlan) -> Verdict:
         f"Does not fit {card.title}: {what} in {dtype}, {size_text(plan.usable)} of the card can be used", Where(),
         DOES_NOT_FIT, evidence, fix=_memory_change(plan).what,
     )  # fmt: skip
+
+
+def _brief(error: str) -> str:
+    """An error without what a call was given and what to do next."""
+    return error.partition("; given ")[0]
 
 
 def _op_in(error: str) -> str | None:
@@ -498,6 +532,13 @@ def _changes(
     if ran.error is not None and plain is not None and plain.error is None:
         changes.append(Change("leave --backend and --policy to the automatic choice", ran.error,
                               "none: proven by a run under the same limits", must=True))  # fmt: skip
+    elif ran.error is not None:
+        ends = ran.error if plain is None else plain.error
+        changes.append(Change(
+            f"find another way for {_op_in(ends) or 'the op that ends the run'}: another backend or policy "
+            "(`workbench backends` lists them), or a rule of the card that routes or casts what it cannot take",
+            _brief(ends), "unknown: nothing runs until then", must=True,
+        ))  # fmt: skip
     if plan.fits is False:
         changes.append(_memory_change(plan))
     if dtype != stored:
@@ -506,15 +547,7 @@ def _changes(
         changes.append(_remedy(readiness))
     changes += _lack_changes(card, ops, products)
     changes += _route_changes(card, products, costs)
-    if card.absent_primitives:
-        libraries = dict.fromkeys(p.library for p in card.absent_primitives.values())
-        first = next(iter(card.absent_primitives.values()))
-        called = "" if ran.error is not None else "; the rehearsal called none of them"
-        changes.append(Change(
-            f"do without {', '.join(libraries)}; in the place of {first.name.removeprefix('aten::')}: {first.instead}",
-            f"{counted(len(card.absent_primitives), 'operator')} of torch raise there{called}",
-            "nothing for the automatic choice, which needs none of them",
-        ))  # fmt: skip
+    changes += _primitive_changes(card, ran, plain)
     if card.absent_modules:
         changes.append(Change(
             f"look for {', '.join(card.absent_modules)} in the image at hand (`workbench probe`)",
@@ -564,6 +597,27 @@ def _lack_changes(card: Card, ops: pd.DataFrame, products: pd.DataFrame) -> list
                 f"unknown on the card; {counted(calls, 'product')} of {row.op} in this run",
             ))  # fmt: skip
     return changes
+
+
+def _primitive_changes(card: Card, ran: _Passes, plain: _Passes | None) -> list[Change]:
+    """For each missing library what to use instead of its operators; first that of the operator that ended the run."""
+    ends = ran.error if plain is None else plain.error
+    changes = []
+    for library in dict.fromkeys(p.library for p in card.absent_primitives.values()):
+        lacking = [p for p in card.absent_primitives.values() if p.library == library]
+        at_fault = [p for p in lacking if ends is not None and f"{p.name}, called by" in ends]
+        first = (at_fault or lacking)[0]
+        why = f"{counted(len(lacking), 'operator')} of torch {'raises' if len(lacking) == 1 else 'raise'} there"
+        if at_fault:
+            cost = f"unknown: the run ended at {first.name}"
+        elif ends is not None:
+            cost = "unknown: the run ended before it could show whether they are needed"
+        else:
+            why += "" if ran.error is not None else "; the rehearsal called none of them"
+            cost = "nothing for the automatic choice, which needs none of them"
+        what = f"do without {library}; in the place of {first.name.removeprefix('aten::')}: {first.instead}"
+        changes.append(Change(what, why, cost, must=bool(at_fault)))
+    return sorted(changes, key=lambda change: not change.must)
 
 
 def _route_changes(card: Card, products: pd.DataFrame, costs: pd.DataFrame) -> list[Change]:

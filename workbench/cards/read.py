@@ -178,17 +178,12 @@ class _Reader:
         prefix, _, short = name.partition("::")
         if prefix != "aten" or not short:
             raise self.wrong(where, "operators of torch, aten::NAME", repr(name))
-        packet = getattr(torch.ops.aten, short, None)
-        if packet is None or "." in short:
+        overloads = [full for full in torch._C._dispatch_get_all_op_names() if full.partition(".")[0] == name]
+        if not overloads:
             hint = "without overload" if "." in short else f"that torch {torch.__version__} has"
             raise self.wrong(where, f"operators of torch, aten::NAME, {hint}", repr(name))
-        kinds = {
-            torch._C._dispatch_has_kernel_for_dispatch_key(
-                name if overload == "default" else f"{name}.{overload}", "CompositeImplicitAutograd"
-            )
-            for overload in packet.overloads()
-        }  # fmt: skip
-        if kinds == {True}:  # torch takes it apart before anybody sees it
+        composite = "CompositeImplicitAutograd"  # torch takes such a one apart before anybody sees it
+        if all(torch._C._dispatch_has_kernel_for_dispatch_key(full, composite) for full in overloads):
             raise self.wrong(where, "operators that torch does not make of others; name those", repr(name))
 
     def rule(self, i: int, table: dict[str, Any]) -> Rule:

@@ -131,6 +131,8 @@ def report_text(report: Rehearsal) -> str:
         lines += ["", "what runs for each op:", text_table(report.ops[list(OP_COLUMNS)].rename(columns=OP_COLUMNS))]
         refused = report.ops[report.ops["refused"] != ""].drop_duplicates(["op", "refused"])
         lines += [f"  {row.op}, {row.tokens} tokens: refused {row.refused}" for row in refused.itertuples()]
+    if report.ended is not None:
+        lines.append(f"  the run ended in {report.ended}; ops that come after it are not in this table")
     can = report.named[report.named["can"].astype(bool)]
     if len(can):
         names = ", ".join(f"{row.op}={row.backend}" for row in can.itertuples())

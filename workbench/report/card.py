@@ -107,6 +107,8 @@ def _ops(report: Rehearsal) -> Shown:
         f"The run of {report.tokens:,} tokens and one more. “On the card” is what comes first there: a library by the "
         "card's rules, or a backend that this machine alone cannot run; “here” is what stood in for it."
     )
+    if report.ended is not None:
+        caption += f" The run ended in {report.ended}: ops that come after it are not here."
     parts: list[Shown] = [table(merged[list(OP_HEADINGS)], caption, OP_HEADINGS)]
     if len(report.named):
         libraries = report.named.assign(reason=[
