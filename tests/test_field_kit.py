@@ -1,6 +1,7 @@
 """The field kit as its user has it: a copy of one file, away from the package, beside engines of other people."""
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -13,6 +14,8 @@ import signal
 import struct
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import flat_engine
@@ -393,6 +396,120 @@ def test_a_killed_process_leaves_its_finished_passes(copy, tmp_path, checkpoint)
     assert compare(checkpoint, "torch_recurrent", tmp_path / "run").kind == "rounding"
 
 
+# ---- modules that return what nobody expects
+
+
+class Returns(torch.nn.Module):
+    """Calls `give` of its input; what comes back may be anything."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, x):
+        return self.give(x)
+
+
+class Holds(torch.nn.Module):
+    """Calls its parts one after the other on the input and returns what `last` makes of it."""
+
+    def __init__(self, last=lambda x: x, **parts):
+        super().__init__()
+        self.last = last
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x):
+        for part in self._modules.values():
+            part(x)
+        return self.last(x)
+
+
+@dataclasses.dataclass
+class Output:
+    rows: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda x: Output(x), "expected a tensor, found Output"),
+        (lambda x: (row for row in x), "expected a tensor, found generator"),
+        (lambda x: x.to(torch.complex64), "safetensors has no complex64 here"),
+        (lambda x: torch.empty(2, 3, device="meta"), "Cannot copy out of meta tensor"),
+        (lambda x: x.to_sparse(), "sparse"),
+        (lambda x: x.to_mkldnn(), "mkldnn"),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]]), "NestedTensor"),
+        (lambda x: None, None),
+        (lambda x: (), None),
+        (lambda x: (None, x), None),
+    ],
+)
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_written_is_told_and_stops_nothing(kit, tmp_path, capsys, give, said, raw):
+    model = Holds(part=Returns(give), after=torch.nn.Identity())
+    (tmp_path / "map.json").write_text('{"embed": "part", "final_norm": "after"}')
+    how = {"raw": True} if raw else {"map": str(tmp_path / "map.json")}
+    with kit.record(model, str(tmp_path / "run"), **how):
+        for _ in range(2):
+            model(torch.ones(2, 3))
+    content = content_of(tmp_path / "run")
+    assert content["run"]["state"] == "ended"
+    assert [row["tap"] for row in content["tensors"]].count("after" if raw else "final_norm") == 2
+    problems = [row["error"] for row in content["not_recorded"] if row["what"] == ("part" if raw else "embed")]
+    told = [line for line in capsys.readouterr().err.splitlines() if "is not recorded" in line]
+    if said is not None:
+        assert len(problems) == len(told) == 1 and said in problems[0] and said in told[0]
+
+
+def test_the_first_value_of_a_dict_is_its_first_result(kit, tmp_path):
+    model = Holds(part=Returns(lambda x: {"rows": x + 1, "more": x}))
+    with kit.record(model, str(tmp_path / "run"), raw=True):
+        model(torch.ones(2, 3))
+    assert torch.equal(read_trace(tmp_path / "run").tensor("part"), torch.full((2, 3), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_compiled_modules_are_told(kit, tmp_path):
+    part = torch.jit.script(torch.nn.Linear(3, 3))
+    with pytest.raises(kit.KitError, match="found a compiled TorchScript module, which takes no hooks"):
+        kit.record(part, str(tmp_path / "run"), raw=True)
+    model = Holds(part=part, after=torch.nn.Identity())
+    with kit.record(model, str(tmp_path / "run"), raw=True):
+        model(torch.ones(2, 3))
+    content = content_of(tmp_path / "run")
+    assert [row["tap"] for row in content["tensors"]] == ["after"]
+    assert [row["what"] for row in content["not_recorded"]] == ["part"]
+
+
+def test_threads_take_turns(kit, tmp_path):
+    inside, most = [], []
+
+    def slow(x):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return x
+
+    model = Holds(part=Returns(slow))
+    with kit.record(model, str(tmp_path / "run"), raw=True), ThreadPoolExecutor(4) as pool:
+        list(pool.map(model, [torch.full((2, 3), float(number)) for number in range(8)]))
+    saved = content_of(tmp_path / "run")
+    assert max(most) == 1 and saved["steps"] == 8 and saved["run"]["state"] == "ended"
+    assert sorted(row["step"] for row in saved["tensors"]) == list(range(8))
+
+
+def test_a_model_that_calls_itself_is_one_pass(kit, tmp_path):
+    model = Holds(part=torch.nn.Identity())
+    model.last = lambda x: model(x[1:]) if len(x) > 1 else x
+    with kit.record(model, str(tmp_path / "run"), raw=True):
+        model(torch.ones(3, 2))
+    saved = content_of(tmp_path / "run")
+    assert saved["steps"] == 1 and [row["occurrence"] for row in saved["tensors"]] == [0, 1, 2]
+
+
 # ---- functions that are no modules
 
 
@@ -687,14 +804,16 @@ STANDARD = set("""
     re.compile re.escape re.findall re.match re.search runpy.run_path shutil.rmtree shutil.which struct.error
     struct.pack struct.unpack_from subprocess.TimeoutExpired subprocess.run sys.argv sys.byteorder sys.executable
     sys.exit sys.modules sys.modules.get sys.modules.setdefault sys.path sys.path.insert sys.stderr sys.stdout.write
-    sys.version.split sys.version_info tempfile.mkdtemp time.gmtime time.strftime time.time
+    sys.version.split sys.version_info tempfile.mkdtemp threading.RLock
+    time.gmtime time.strftime time.time
     traceback.format_exception traceback.print_exc
 """.split())  # fmt: skip
 #: The same of torch 1.10.2.
 TORCH = set("""
     torch.Generator torch.__version__ torch.cat torch.cuda.device torch.cuda.device_count
     torch.cuda.get_device_name torch.cuda.get_device_properties torch.cuda.is_available torch.distributed torch.empty
-    torch.eye torch.finfo torch.int32 torch.int64 torch.is_tensor torch.isfinite torch.isnan torch.linalg
+    torch.eye torch.finfo torch.int32 torch.int64 torch.is_tensor torch.isfinite torch.isnan torch.jit.ScriptModule
+    torch.linalg
     torch.nn.Module torch.ones torch.randn torch.softmax torch.triangular_solve torch.version.cuda
 """.split())  # fmt: skip
 #: Used only where `hasattr` has said that they are there.

@@ -42,6 +42,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -295,7 +296,9 @@ class Bundle:
 
 
 def _first(output):
-    return output[0] if isinstance(output, (tuple, list)) else output
+    if isinstance(output, dict):
+        output = list(output.values())
+    return (output[0] if output else None) if isinstance(output, (tuple, list)) else output
 
 
 def _rows(x):
@@ -670,6 +673,8 @@ class Tape:
         self._last, self._state, self._failures = None, "open", []
         self._in_function = False
         self._skip = skip
+        # One pass at a time: what runs, and in which layer, is kept here, and threads would mix theirs.
+        self._passing, self._depth = threading.RLock(), 0
         self._committed, self._commit_seconds = 0.0, 0.0
         self._mixers = {}
         self._dtypes = _safetensors_names()
@@ -680,6 +685,12 @@ class Tape:
         """Put hooks on `model`. Raises KitError where it shows no tap point."""
         if self.model is not None:
             raise KitError("record: expected a tape without a model, found one that has one; open another")
+        torch = _torch()
+        if isinstance(model, torch.jit.ScriptModule):
+            raise KitError(
+                f"record: {type(model).__name__}: expected a model in Python, found a compiled TorchScript module, "
+                "which takes no hooks; record the module that it was made from"
+            )
         self.model = model
         modules = dict(model.named_modules())
         stem, layers = decoder_layers(model)
@@ -757,7 +768,6 @@ class Tape:
         name = tap if layer is None else full_name(layer, tap)
         if not self._wants(name, layer):
             return
-        self._hooked.append(name)
 
         def before(own, inputs):
             self._read(name, read, own, parent, inputs, None)
@@ -766,7 +776,12 @@ class Tape:
             self._read(name, read, own, parent, inputs, output)
 
         register = module.register_forward_pre_hook if when == BEFORE else module.register_forward_hook
-        self._keep(register(before if when == BEFORE else after))
+        try:
+            self._keep(register(before if when == BEFORE else after))
+        except RuntimeError as error:  # a TorchScript module inside a model in Python
+            self._not_recorded(name, _short(error))
+            return
+        self._hooked.append(name)
 
     def _keep(self, handle):
         self._undo.append(handle.remove)
@@ -783,19 +798,25 @@ class Tape:
 
         @functools.wraps(original)
         def forward(*args, **kwargs):
-            if self._skip > 0:
-                self._skip -= 1
-                return original(*args, **kwargs)
-            self.begin_pass(*_tokens_of(original, args, kwargs))
-            try:
-                out = original(*args, **kwargs)
-            except BaseException as error:
-                # An engine may catch it; the pass is then still known to have ended here.
-                self._failed(error)
-                self._commit(True)
-                raise
-            self._commit(False)
-            return out
+            with self._passing:
+                if self._depth:  # a model that calls itself is one pass
+                    return original(*args, **kwargs)
+                if self._skip > 0:
+                    self._skip -= 1
+                    return original(*args, **kwargs)
+                self.begin_pass(*_tokens_of(original, args, kwargs))
+                self._depth = 1
+                try:
+                    out = original(*args, **kwargs)
+                except BaseException as error:
+                    # An engine may catch it; the pass is then still known to have ended here.
+                    self._failed(error)
+                    self._commit(True)
+                    raise
+                finally:
+                    self._depth = 0
+                self._commit(False)
+                return out
 
         model.forward = forward
 
@@ -934,14 +955,17 @@ class Tape:
         try:
             pairs = read()
         except (RuntimeError, IndexError, AttributeError, TypeError, ValueError, KeyError) as error:
-            reason = _short(error)
-            if not any(p["what"] == what for p in self._problems):
-                print(f"field_kit: {what} is not recorded: {reason}", file=sys.stderr)
-                self._problems.append({"what": what, "step": max(self.step, 0), "error": reason})
+            self._not_recorded(what, _short(error))
             return
         for tap, x in pairs:
             if x is not None:
                 self.see(name or (full_name(self.layer, tap) if self._is_relative(tap) else tap), x, source or what)
+
+    def _not_recorded(self, what, reason):
+        """Say once, here and in the bundle, what is missing and why."""
+        if not any(p["what"] == what for p in self._problems):
+            print(f"field_kit: {what} is not recorded: {reason}", file=sys.stderr)
+            self._problems.append({"what": what, "step": max(self.step, 0), "error": reason})
 
     def _is_relative(self, tap):
         return self.layer is not None and tap not in MODEL_TAPS and not tap.startswith("layers.")
@@ -951,22 +975,35 @@ class Tape:
 
         Of several sources (anything that can be compared) that show one name in a pass the first is recorded.
         """
-        torch = _torch()
-        if not torch.is_tensor(x) or not self._wants(name) or x.dtype not in self._dtypes:
+        if not self._wants(name):
             return
+        if not _torch().is_tensor(x):
+            self._not_recorded(name, f"expected a tensor, found {type(x).__name__}")
+            return
+        if x.dtype not in self._dtypes:
+            self._not_recorded(name, f"safetensors has no {_named(x.dtype)} here")
+            return
+        with self._passing:
+            self._see(name, x, source)
+
+    def _see(self, name, x, source):
         if self.step < 0:
             self.begin_pass()
-        if name == "embed":
-            self.batch, self.tokens = x.shape[0], x.shape[1]
         times, first = self._shown.get(name, (0, source))
         if source != first:
             return  # what the rule gives is what the norm after it takes: one tensor, one row, of the first place
-        own = host_copy(x)
+        try:
+            own = host_copy(x)
+            found = statistics(own)
+        except (RuntimeError, TypeError, MemoryError) as error:  # without values, of another layout, or too large
+            self._not_recorded(name, _short(error))
+            return
+        if name == "embed" and own.dim() > 1:
+            self.batch, self.tokens = own.shape[0], own.shape[1]
         self._shown[name] = times + 1, source
         self._last = name
         dtype, shape = _named(own.dtype), list(own.shape)
         match = re.match(r"layers\.(\d+)\.", name)
-        found = statistics(own)
         if found is not None:
             layer = int(match.group(1)) if match else None
             self._rows.append([layer, name, self.step, self.rank, dtype, shape, *found])
