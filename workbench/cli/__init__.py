@@ -33,6 +33,7 @@ from workbench.cli import (
 )
 from workbench.cli.options import Parser
 from workbench.cli.outcome import DEFECT, FAULT, READER_GONE, STOPPED, UNUSABLE
+from workbench.cli.output import check_file
 from workbench.errors import BackendWarning, NonFiniteError, WorkbenchError, one_line
 
 #: In the order in which `--help` lists them.
@@ -96,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help and --version end with 0, a wrong command line with 2
         return stop.code if isinstance(stop.code, int) else UNUSABLE
     try:
+        if isinstance(getattr(options, "json", None), str) and options.json != "-":
+            check_file(options.json, "--json")  # before the time of a run is spent
         code = options.run(options)
         getattr(options, "closing", lambda: None)()  # what a command has to say once its work is done
         sys.stdout.flush()  # a reader that went away shows here, not in the interpreter's last flush

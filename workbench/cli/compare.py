@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import folder_of, prompt_ids
-from workbench.cli.options import add_card, add_command, add_expert_layout, prompt_options
-from workbench.cli.output import text_table, write_json
+from workbench.cli.inputs import folder_of, print_plan, prompt_ids, register_bridges
+from workbench.cli.options import add_bridge, add_card, add_command, add_expert_layout, prompt_options
+from workbench.cli.output import check_file, text_table, write_file, write_json
 from workbench.errors import InputError
 from workbench.numerics import LARGEST
 
@@ -51,6 +52,7 @@ def add(commands) -> None:
         group.add_argument(f"--save-{side}", metavar="DIR", type=Path,
                            help="write the side's tensors and tokens as a bundle, to be a side elsewhere")  # fmt: skip
     add_expert_layout(group)
+    add_bridge(group)
     add_card(group)
     for side in "ab":
         group.add_argument(f"--card-{side}", metavar="NAME|FILE", help="the same for one side alone")
@@ -83,6 +85,10 @@ def run(options: argparse.Namespace) -> int:
             if path.resolve() in taken:
                 raise InputError(f"--save-{name} {path}: expected a directory of its own, found one that is in use")
             taken.append(path.resolve())
+    if options.out is not None:
+        check_file(_page(options), "--out", makes_folders=True)
+    register_bridges(options)
+    _print_plans(options)
     result = compare(
         options.checkpoint, options.a, options.b, prompt=_prompt(options), decode=options.decode,
         dtype_a=options.dtype_a, dtype_b=options.dtype_b, device=options.device, expert_layout=options.expert_layout,
@@ -105,6 +111,26 @@ def run(options: argparse.Namespace) -> int:
     return result.verdict.exit_code
 
 
+def _print_plans(options: argparse.Namespace) -> None:
+    """What fits the cards to rehearse, a line each."""
+    from workbench.cards import card_named
+    from workbench.config import ModelConfig
+
+    asked = {
+        (card, getattr(options, f"dtype_{name}"))
+        for name in "ab" if (card := getattr(options, f"card_{name}") or options.card) is not None
+    }  # fmt: skip
+    for name, dtype in sorted(asked, key=str):
+        card = card_named(name)
+        if options.checkpoint is not None:
+            config = ModelConfig.from_file(folder_of(options.checkpoint))
+            print_plan(config, card, dtype or card.model_dtype)
+
+
+def _page(options: argparse.Namespace) -> Path:
+    return options.out if options.out.suffix.lower() in (".html", ".htm") else options.out / PAGE
+
+
 def _prompt(options: argparse.Namespace) -> list[int] | None:
     """The token ids of whichever prompt option was given; None without one."""
     sources = ("prompt", "prompt_file", "ids", "chat", "messages")
@@ -118,27 +144,28 @@ def _prompt(options: argparse.Namespace) -> list[int] | None:
 def _write(result: Comparison, content: dict, options: argparse.Namespace) -> None:
     from workbench.report.comparison import comparison_page
 
-    is_file = options.out.suffix.lower() in (".html", ".htm")
-    page = options.out if is_file else options.out / PAGE
+    page = _page(options)
     text = comparison_page(result, content["checkpoint"], _command(options))
-    scratch = page.with_name(f".{page.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # the write itself says what is wrong
         page.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, page)
-    except OSError as error:
-        raise InputError(f"--out {options.out}: cannot be written: {error.strerror}") from None
-    if not is_file:
+    write_file(text, page, "--out")
+    if page != options.out:
         write_json(content, str(options.out / VERDICT))
 
 
 def _command(options: argparse.Namespace) -> str:
     """What repeats the comparison."""
     words = ["workbench", "compare", *([] if options.checkpoint is None else [str(options.checkpoint)])]
-    for name in ("a", "b", "dtype_a", "dtype_b", "map_a", "map_b", "prompt", "prompt_file", "ids", "chat", "messages"):
+    for name in (
+        "a", "b", "dtype_a", "dtype_b", "map_a", "map_b", "card", "card_a", "card_b", "expert_layout", "prompt",
+        "prompt_file", "ids", "chat", "messages", "tools", "thinking",
+    ):  # fmt: skip
         value = getattr(options, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for file in options.bridge for word in ("--bridge", str(file))]
+    if options.device != "cpu":
+        words += ["--device", options.device]
     if options.decode:
         words += ["--decode", str(options.decode)]
     return shlex.join(words)

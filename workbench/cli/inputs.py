@@ -15,6 +15,8 @@ from workbench.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.cards import Card
+    from workbench.config import ModelConfig
     from workbench.model import CausalLM
     from workbench.tokenizer import Tokenizer
 
@@ -125,7 +127,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     from workbench.kernels.registry import parse_selection
     from workbench.loading import load
 
-    _register_bridges(options)
+    register_bridges(options)
     policies = {parse_selection(options.backend).policy, options.policy} - {None}
     if len(policies) > 1:
         raise InputError(
@@ -149,10 +151,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
         name = model.kernels.card.name
         print(f"workbench: card {name}: weights in {dtype}; --dtype chooses another", file=sys.stderr)
     if options.card is not None:
-        from workbench.analysis.memory_plan import memory_plan
-
-        plan = memory_plan(model.config, model.kernels.card, dtype=dtype)
-        print(f"workbench: card {model.kernels.card.name}: {plan.in_words()}", file=sys.stderr)
+        print_plan(model.config, model.kernels.card, dtype)
         options.closing = lambda: print_rehearsed(model)
     print_assumptions(model.checkpoint_accounting.assumptions)
     overflows, flushed = (sum(getattr(t, name) for t in model.narrowing) for name in ("n_overflow", "n_flushed"))
@@ -165,7 +164,7 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     return model
 
 
-def _register_bridges(options: argparse.Namespace) -> None:
+def register_bridges(options: argparse.Namespace) -> None:
     """The bridges of --bridge become backends of this process; each is told."""
     if not options.bridge:
         return
@@ -178,13 +177,22 @@ def _register_bridges(options: argparse.Namespace) -> None:
             print(f"workbench: bridge registered: {name}", file=sys.stderr)
 
 
+def print_plan(config: ModelConfig, card: Card, dtype: str) -> None:
+    """What of the model fits the card's memory, one line on stderr."""
+    from workbench.analysis.memory_plan import memory_plan
+
+    print(f"workbench: card {card.name}: {memory_plan(config, card, dtype=dtype).in_words()}", file=sys.stderr)
+
+
 def print_rehearsed(model: CausalLM) -> None:
     """What the card's rules did to the products of the passes, one line; nothing where all ran as they came."""
-    parts = [
-        f"{row.calls} of {row.op} in {row.dtype} "
-        f"{f'routed from {row.library}' if row.outcome == 'route' else 'cast'} to {row.to}"
-        for row in model.kernels.rehearsed if row.outcome != "run"
-    ]  # fmt: skip
+    calls: dict[str, int] = {}
+    for row in model.kernels.rehearsed:
+        if row.outcome != "run":
+            how = f"routed from {row.library}" if row.outcome == "route" else "cast"
+            what = f"of {row.op} in {row.dtype} {how} to {row.to}"
+            calls[what] = calls.get(what, 0) + row.calls
+    parts = [f"{count} {what}" for what, count in calls.items()]
     if parts:
         name = model.kernels.card.name
         print(f"workbench: card {name}: products {', '.join(parts)}; `workbench rehearse` prices them", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.options import add_command, add_dtype, add_expert_layout
+from workbench.cli.options import add_card, add_command, add_dtype, add_expert_layout
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import text_table, write_json
 from workbench.errors import InputError
@@ -14,6 +14,8 @@ from workbench.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from workbench.analysis.memory_plan import MemoryPlan
+    from workbench.cards import Card
     from workbench.checkpoint import Checkpoint
     from workbench.config import ModelConfig
 
@@ -28,19 +30,26 @@ def add(commands) -> None:
     )
     add_dtype(parser)
     add_expert_layout(parser)
+    add_card(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
     from workbench.analysis.inventory import parameter_groups
+    from workbench.analysis.memory_plan import memory_plan, weights_in_files
+    from workbench.cards import card_named
     from workbench.checkpoint import read_checkpoint
     from workbench.loading import dtype_named
 
     if not options.checkpoint.exists():
         raise InputError(f"checkpoint {options.checkpoint}: expected a directory, found nothing there")
-    checkpoint = read_checkpoint(
-        options.checkpoint, dtype=dtype_named(options.dtype), expert_layout=options.expert_layout
-    )
+    card = None if options.card is None else card_named(options.card)
+    dtype = card.model_dtype if options.dtype is None and card is not None else options.dtype
+    checkpoint = read_checkpoint(options.checkpoint, dtype=dtype_named(dtype), expert_layout=options.expert_layout)
+    plan = None
+    if card is not None:
+        _, held = weights_in_files(options.checkpoint, dtype, expert_layout=options.expert_layout)
+        plan = memory_plan(checkpoint.config, card, dtype=dtype, weights=held)
     groups = parameter_groups(checkpoint.tensors)
     narrowing = checkpoint.accounting.narrowing_frame()
     changed = narrowing[(narrowing["n_overflow"] > 0) | (narrowing["n_flushed"] > 0)]
@@ -62,10 +71,14 @@ def run(options: argparse.Namespace) -> int:
             },
             "narrowing": changed.astype(object).to_dict("records"),
         }
+        if plan is not None:
+            content |= {"card": card.name, "dtype": dtype, "memory": plan.to_json()}
         write_json(content, "-")
     else:
-        print(_text(checkpoint, groups, narrowing, changed, options.dtype))
-    return FAULT if overflows else FINE
+        print(_text(checkpoint, groups, narrowing, changed, dtype))
+        if plan is not None:
+            print("\n".join(["", *_plan_lines(card, plan)]))
+    return FAULT if overflows or (plan is not None and plan.fits is False) else FINE
 
 
 def _text(
@@ -97,6 +110,26 @@ def _text(
         if len(changed):
             lines.append(text_table(changed))
     return "\n".join(lines)
+
+
+def _plan_lines(card: Card, plan: MemoryPlan) -> list[str]:
+    """What of it fits the card, and whether the card multiplies the dtype."""
+    from workbench.analysis.wording import size_text
+    from workbench.cards.profile import MATMUL
+
+    rule = card.rule(MATMUL, plan.dtype)
+    if rule is not None and rule.outcome != "run":
+        outcome = "routed" if rule.outcome == "route" else "cast"
+        products = f"products in {plan.dtype}: {outcome} to {rule.to} ({rule.why})"
+    elif rule is not None or plan.dtype in card.native_matmul:
+        products = f"products in {plan.dtype}: run there"
+    else:
+        products = f"products in {plan.dtype}: none, the card has neither arithmetic nor a rule for them"
+    lines = [f"{card.title}, rehearsed", f"  {products}", f"  {plan.in_words()}"]
+    if plan.fits is False:
+        lines.append(f"  does not fit: a sequence of {plan.length:,} tokens needs {size_text(plan.needed)}; "
+                     "`workbench rehearse --plan-only --length N` plans for others")  # fmt: skip
+    return lines
 
 
 def _layout_lines(checkpoint: Checkpoint) -> list[str]:

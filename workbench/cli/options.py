@@ -56,11 +56,7 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
     group.add_argument(
         "--policy", metavar="NAME|FILE", help=f"numerics policy: {', '.join(PRESETS)}, or a JSON file"
     )
-    group.add_argument(
-        "--bridge", metavar="FILE", type=Path, action="append", default=[],
-        help="TOML file of bridges to a vendor's symbols (docs/probe.md): built, tried and registered, so that "
-        "--backend can name them; may be repeated",
-    )  # fmt: skip
+    add_bridge(group)
     add_dtype(group)
     group.add_argument(
         "--router-dtype", metavar="DTYPE", choices=ROUTER_DTYPES,
@@ -76,6 +72,15 @@ def model_options(*, is_optional: bool = False) -> argparse.ArgumentParser:
     add_card(group)
     group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     return shared
+
+
+def add_bridge(group: argparse._ActionsContainer) -> None:
+    """Bridges to a vendor's symbols, which become backends."""
+    group.add_argument(
+        "--bridge", metavar="FILE", type=Path, action="append", default=[],
+        help="TOML file of bridges to a vendor's symbols (docs/probe.md): built, tried and registered, so that a "
+        "backend can be named by them; may be repeated",
+    )  # fmt: skip
 
 
 def add_card(group: argparse._ActionsContainer) -> None:

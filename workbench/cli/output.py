@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -29,29 +30,67 @@ def to_json(value: object) -> object:
 
 
 def write_json(content: dict, target: str) -> None:
-    """To stdout for `-`, else to the file, which appears complete or not at all.
+    """To stdout for `-`, else to the file, which appears complete or not at all (`write_file`).
 
-    Pure ASCII, so that any console can show it and any file name be in it. Only a regular file is replaced: a
-    link keeps pointing where it did, and a device or pipe is written to.
+    Pure ASCII, so that any console can show it and any file name be in it.
     """
     text = json.dumps(to_json(content), indent=1, allow_nan=False)
     if target == "-":
         print(text)
         return
-    if not target:
-        raise InputError("--json: expected the name of a file or -, found an empty one")
-    path = Path(os.path.realpath(target))
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    write_file(text + "\n", target, "--json")
+
+
+def write_file(text: str, target: str | Path, option: str) -> None:
+    """Write a file as a whole or not at all; `option` is what named it, for the error.
+
+    Only a regular file is replaced: a link keeps pointing where it did, and a device or pipe is written to.
+    """
+    path = _named_file(target, option)
+    scratch = _scratch(path)
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text + "\n", encoding="ascii")
+            path.write_text(text, encoding="utf-8")
             return
-        scratch.write_text(text + "\n", encoding="ascii")
+        scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     except OSError as error:
         with suppress(OSError):  # it may never have come to be
             scratch.unlink()
-        raise InputError(f"--json {target}: cannot be written: {error.strerror}") from None
+        raise InputError(f"{option} {target}: cannot be written: {error.strerror}") from None
+
+
+def check_file(target: str | Path, option: str, *, makes_folders: bool = False) -> None:
+    """Raise InputError where `write_file` could not write, before the time of a run is spent.
+
+    It writes an empty file where `write_file` writes its own, and removes it. With `makes_folders` the folders above
+    the file need not be there yet.
+    """
+    path = _named_file(target, option)
+    folder = path.parent
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            return  # a device or a pipe, which is not opened twice
+        while makes_folders and not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        scratch = _scratch(folder / path.name)
+        with open(scratch, "xb"):
+            pass
+        scratch.unlink()
+    except OSError as error:
+        raise InputError(f"{option} {target}: cannot be written: {error.strerror}") from None
+
+
+def _named_file(target: str | Path, option: str) -> Path:
+    if str(target) in ("", "."):  # pathlib takes the one for the other
+        raise InputError(f"{option}: expected the name of a file{' or -' * (option == '--json')}, found an empty one")
+    return Path(os.path.realpath(target))
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def text_table(frame: pd.DataFrame, formats: dict[str, str] | None = None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
+from workbench.cli.inputs import folder_of, input_tensor, load_model, print_plan, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import text_table, write_json
@@ -68,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     options.card = None  # it would choose the dtype that weights are read in; here only float16 runs rehearse it
     model = load_model(options)
     input_ids = input_tensor(model, prompt_ids(options))
+    if card is not None:
+        print_plan(model.config, card, "float16")
     report = fp16_readiness(model, input_ids, card=card, every=options.all, progress=_progress)
     written = None if options.write is None else _write(report, model, input_ids, options)
     if options.json is not None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import print_assumptions, prompt_ids
+from workbench.cli.inputs import print_assumptions, prompt_ids, register_bridges
 from workbench.cli.options import add_command, model_options, prompt_options
-from workbench.cli.output import text_table, write_json
+from workbench.cli.output import check_file, text_table, write_file, write_json
 from workbench.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,9 +58,12 @@ def run(options: argparse.Namespace) -> int:
     has_prompt = any(getattr(options, name) is not None for name in PROMPTS)
     if not has_prompt and not options.plan_only:
         raise InputError("--prompt: expected a prompt to run, found none; give one, or --plan-only")
+    if options.out is not None:
+        check_file(options.out, "--out", makes_folders=True)
     from workbench.analysis.rehearse import rehearse
     from workbench.checkpoint import expert_assumptions
 
+    register_bridges(options)
     ids = prompt_ids(options) if has_prompt else ()
     report = rehearse(
         options.checkpoint, options.card, ids, dtype=options.dtype, backend=options.backend, policy=options.policy,
@@ -88,13 +91,9 @@ def _write(report: Rehearsal, options: argparse.Namespace) -> None:
     from workbench.report.card import card_page
 
     text = card_page(report, _command(options))
-    scratch = options.out.with_name(f".{options.out.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # the write itself says what is wrong
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, options.out)
-    except OSError as error:
-        raise InputError(f"--out {options.out}: cannot be written: {error.strerror}") from None
+    write_file(text, options.out, "--out")
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -106,7 +105,8 @@ def _command(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, default in (("sequences", 1), ("prefill", 2048), ("utilisation", 0.9)):
+    words += [word for file in options.bridge for word in ("--bridge", str(file))]
+    for name, default in (("sequences", 1), ("prefill", 2048), ("utilisation", 0.9), ("device", "cpu")):
         if getattr(options, name) != default:
             words += [f"--{name}", str(getattr(options, name))]
     for name in ("lenient", "plan_only", "no_readiness"):

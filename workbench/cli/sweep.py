@@ -6,14 +6,17 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workbench.cli.inputs import parse_ids, print_assumptions
-from workbench.cli.options import add_card, add_command
+from workbench.cli.inputs import parse_ids, print_assumptions, print_plan, register_bridges
+from workbench.cli.options import add_bridge, add_card, add_command
 from workbench.cli.outcome import FINE
 from workbench.cli.output import text_table
 from workbench.errors import InputError
 from workbench.numerics import LARGEST, PRESETS
+
+if TYPE_CHECKING:
+    from workbench.cards import Card
 
 BAR_WIDTH = 24
 FORMATS = {"finite": ".1%", "flips": ".1%", "dialogue": ".1%", "seconds": ".3g", "peak_bytes": ",d"}
@@ -30,8 +33,8 @@ def add(commands) -> None:
     grid.add_argument("--policy", metavar="NAME|FILE,..", type=_names, default=["safe"],
                       help=f"all, or some of {', '.join(PRESETS)}, or JSON files (safe)")  # fmt: skip
     grid.add_argument("--chunk", metavar="N,..", type=_numbers, default=[None], help="the policy's own")
-    grid.add_argument("--dtype", metavar="DTYPE,..", type=_names, default=["float32"],
-                      help=f"{', '.join(LARGEST)} (float32)")  # fmt: skip
+    grid.add_argument("--dtype", metavar="DTYPE,..", type=_names,
+                      help=f"{', '.join(LARGEST)}; default: float32, of a card what it runs models in")  # fmt: skip
     grid.add_argument("--length", metavar="N,..", type=_numbers, default=[None],
                       help="first tokens of the text or the tensors (256, or all of the tensors)")  # fmt: skip
     parser.add_argument("--metric", metavar="NAME,..", type=_names,
@@ -39,6 +42,7 @@ def add(commands) -> None:
                         "peak_bytes; default: all that there are but perplexity and dialogue")  # fmt: skip
     parser.add_argument("--ids", metavar="1,2,3", help="token ids in the place of the held-out text")
     parser.add_argument("--backend", metavar="[OP=]NAME", help="backends by name, several separated by commas")
+    add_bridge(parser)
     add_card(parser)
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     parser.add_argument("--resume", metavar="FILE",
@@ -52,10 +56,18 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from workbench import sweeps
+    from workbench.cards import card_named
     from workbench.checkpoint import expert_assumptions
 
     for file in options.out:
         sweeps.check_output(file)
+    if options.bridge and (options.jobs != 1 or options.cluster is not None):
+        raise InputError("--bridge: expected with one process, found --jobs or --cluster; a bridge is built in each")
+    register_bridges(options)
+    card = None if options.card is None else card_named(options.card)
+    options.dtype = options.dtype or ["float32" if card is None else card.model_dtype]
+    if card is not None:
+        _print_plans(card, options)
     grid = {
         "policy": [name for given in options.policy for name in (PRESETS if given == "all" else [given])],
         "chunk": options.chunk, "dtype": options.dtype, "length": options.length,
@@ -63,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     frame = sweeps.sweep(
         Path(options.target), grid, options.metric, resume=options.resume, jobs=options.jobs, cluster=options.cluster,
         progress=Bar(), ids=None if options.ids is None else parse_ids(options.ids), backend=options.backend,
-        device=options.device, card=options.card,
+        device=options.device, card=card,
     )  # fmt: skip
     failed = frame["error"].notna()
     shown = frame.astype(object).where(frame.notna(), None)
@@ -77,6 +89,17 @@ def run(options: argparse.Namespace) -> int:
         first = frame["error"].iloc[0]
         raise InputError(f"sweep: expected cells that can be measured, found none; the first: {first}")
     return FINE
+
+
+def _print_plans(card: Card, options: argparse.Namespace) -> None:
+    """What of a checkpoint fits the card to rehearse, a line for each dtype."""
+    from workbench.config import ModelConfig
+    from workbench.loading import dtype_named
+
+    if Path(options.target).is_dir():
+        for name in dict.fromkeys(options.dtype):
+            dtype_named(name)
+            print_plan(ModelConfig.from_file(options.target), card, name)
 
 
 class Bar:
