@@ -1,5 +1,7 @@
 """The rule of every op, cell by cell: unavailable or failing, named or chosen automatically, strict or lenient."""
 
+import importlib
+import sys
 import warnings
 from dataclasses import replace
 
@@ -489,6 +491,27 @@ def test_an_import_error_is_told_in_full_with_its_cause(tmp_path, monkeypatch):
     assert text in register.refusal(call) and "toy_vendor.py:2" in register.refusal(call)
     with pytest.raises(MissingSymbol, match=r"ModuleNotFoundError: No module named 'no_such_vendor'"):
         load_symbol("no_such_vendor.ops:run")
+    forget_symbols()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("raise SystemExit('no card found')", "import of toy_ends fails: SystemExit: no card found"),
+        ("def __getattr__(name):\n    raise ImportError('libtoy.so: cannot open')",
+         "toy_ends: run cannot be had: ImportError: libtoy.so: cannot open"),
+        ("def __getattr__(name):\n    raise AttributeError(name) from OSError('libtoy.so: cannot open')",
+         "toy_ends has no run: AttributeError: run, caused by OSError: libtoy.so: cannot open"),
+    ],
+)  # fmt: skip
+def test_a_library_that_ends_the_process_or_imports_late_is_told_too(tmp_path, monkeypatch, source, text):
+    (tmp_path / "toy_ends.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_ends", raising=False)
+    importlib.invalidate_caches()
+    forget_symbols()
+    with pytest.raises(MissingSymbol, match=text):
+        load_symbol("toy_ends:run")
     forget_symbols()
 
 

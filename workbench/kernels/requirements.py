@@ -37,15 +37,20 @@ def _looked_up(symbol: str) -> tuple[Any, str | None]:
     if not separator or not module_name or not attribute:
         raise BackendError(f"symbol {symbol!r}: expected package.module:attribute")
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - a library may raise anything while it is imported; all of it is told
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise anything, or exit; all of it is told
         return None, f"import of {module_name} fails: {_whole(error)}"
+    found: Any = module
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            version = getattr(found, "__version__", None)
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            version = getattr(module, "__version__", None)
             known = f" (version {version})" if version else ""
-            return None, f"{module_name}{known} has no {attribute}"
-        found = getattr(found, name)
+            why = "" if error.__cause__ is None else f": {_whole(error)}"
+            return None, f"{module_name}{known} has no {attribute}{why}"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a module may import its parts when they are asked for
+            return None, f"{module_name}: {attribute} cannot be had: {_whole(error)}"
     return found, None
 
 
