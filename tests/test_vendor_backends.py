@@ -1,6 +1,8 @@
 """Backends of a vendor's modules, and the ways in which those failed in the field: each reaches the user as it is."""
 
 import inspect
+import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -405,6 +407,30 @@ def test_only_complaints_are_errors_and_everything_is_handed_on(capfd):
             raise KeyboardInterrupt
     vendor.complain("after")
     assert capfd.readouterr().err == "error: before\nafter\n"
+
+
+def test_calls_of_several_threads_leave_stderr_as_it_was(capfd):
+    started, texts = threading.Barrier(3), {}
+
+    def call(number):
+        started.wait()
+        try:
+            with native_stderr(f"vendor:{number}"):
+                with native_stderr("vendor:inner"):
+                    time.sleep(0.01 * number)
+                vendor.complain(f"error: of {number}")
+        except BackendError as error:
+            texts[number] = str(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    vendor.complain("after")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == "after" and sorted(lines[:-1]) == [f"error: of {number}" for number in (1, 2, 3)]
+    assert all(f"its C code printed: error: of {number};" in texts[number] for number in (1, 2, 3))
 
 
 def test_a_flood_is_told_once():

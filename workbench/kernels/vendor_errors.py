@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,9 @@ from workbench.errors import BackendError, one_line
 
 #: What a complaint of C code looks like. Anything else that it prints is handed on as it came.
 COMPLAINT = re.compile(r"\b(error|expected|assert(ion)?|fail(ed|ure)?|invalid|unsupported|not supported|abort)\b", re.I)
+
+#: Held by the thread that keeps stderr; it may do so again inside, where an op calls another.
+_ONE_AT_A_TIME = threading.RLock()
 
 #: The most of it that goes into a message; a call in a loop may print the same line hundreds of times.
 SHOWN = 400
@@ -38,12 +42,13 @@ def native_stderr(what: str) -> Iterator[None]:
 
     Raises BackendError where the call printed a complaint, with the complaint; an exception of the call is told
     together with it and stays the cause. What was printed goes on to stderr in any case. File descriptor 2 belongs to
-    the whole process: what another thread prints meanwhile is kept, read and handed on as well.
+    the whole process: what another thread prints meanwhile is kept, read and handed on as well, and calls of several
+    threads take turns, or one would leave the file of another in the place of stderr.
     """
-    sys.stderr.flush()
-    own = os.dup(2)
     raised: Exception | None = None
-    with tempfile.TemporaryFile() as kept:
+    with _ONE_AT_A_TIME, tempfile.TemporaryFile() as kept:
+        sys.stderr.flush()
+        own = os.dup(2)
         os.dup2(kept.fileno(), 2)
         try:
             yield
