@@ -37,6 +37,7 @@ from workbench.recovery import (
     is_out_of_memory,
     serve_requests,
 )
+from workbench.tracing.dump import tapping
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILDERS = {"mini": mini, "dense": mini_dense, "next": mini_next}
@@ -513,6 +514,28 @@ def test_the_table_names_the_cache_by_kind_and_the_largest_tensors():
     assert any(held.function.startswith("workbench.") for held in caught.value.table.largest)
     now = memory_table(model, cache)  # also without a failure
     assert now.rows[0].n_bytes == rows["weights"] and not any("failed" in row.what for row in now.rows)
+
+
+def test_tensors_without_storage_do_not_hide_the_failure():
+    model = MODELS["mini"]
+
+    class Sparse:
+        sees_inside, left = False, 1
+
+        def __call__(self, name, tensor):
+            sparse, opaque = tensor.to_sparse(), tensor.to_mkldnn()
+            if self.left:
+                self.left -= 1
+                raise torch.OutOfMemoryError(f"no room beside {type(sparse)} and {type(opaque)}")
+            return tensor
+
+        def scope(self, prefix):
+            return self
+
+    recovery = Recovery(model, lambda incident: None)
+    with torch.inference_mode(), tapping(model, Sparse()):
+        recovery.step(random_ids(1, PROMPT))
+    assert [incident.is_recovered for incident in recovery.incidents] == [True]
 
 
 def test_a_failed_request_is_dropped_before_the_others_go_on():

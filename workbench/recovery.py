@@ -220,7 +220,8 @@ class _Seen:
             for name, value in variables.items():
                 parts = value if isinstance(value, tuple | list) else (value,)
                 for tensor in parts:
-                    if isinstance(tensor, Tensor) and storage_of(tensor) not in storages:
+                    has_storage = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+                    if has_storage and storage_of(tensor) not in storages:
                         storages.add(storage_of(tensor))
                         dtype = str(tensor.dtype).removeprefix("torch.")
                         size = tensor.untyped_storage().nbytes()
