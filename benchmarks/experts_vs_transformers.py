@@ -117,7 +117,7 @@ def peers(config: Qwen3_5MoeTextConfig, gate_up: Tensor, down: Tensor) -> dict[s
 def resolves(name: str, device: str, dtype: torch.dtype, tokens: int) -> bool:
     """Whether the backend serves device and dtype; torch_onednn is written for fp32 on a CPU alone."""
     call = Call("experts", device, dtype, tokens, False, False, PRESETS["safe"], (EXPERTS, 2 * WIDTH, HIDDEN))
-    return OPERATIONS["experts"].backends[name].supports(call) is None
+    return OPERATIONS["experts"].backends[name].refusal(call) is None
 
 
 def measure(case: str, runs: dict[str, Run], counted: dict[str, Run], hit_bytes: int, rate: float,

@@ -282,7 +282,7 @@ def named_backends(names: tuple[str, ...], given: dict[str, Tensor], device: str
     call = Call("experts", device, torch.float32, len(given["x"]), False, False, PRESETS["safe"],
                 tuple(given["gate_up"].shape))  # fmt: skip
     backends = OPERATIONS["experts"].backends
-    return {name: Kernels({"experts": name}) for name in names if backends[name].supports(call) is None}
+    return {name: Kernels({"experts": name}) for name in names if backends[name].refusal(call) is None}
 
 
 def reduce_by_key(sizes: Sizes, device: str) -> Iterator[Comparison]:

@@ -106,7 +106,7 @@ def test_experts_equal_the_arbiter(name, dtype):
     for tokens in (1, 7, 64, 1000):
         case = on_cuda(experts_spec.example(tokens=tokens, experts=64, top_k=4, hidden=64, width=32), dtype)
         call = Call("experts", "cuda", dtype, tokens, False, False, SAFE, tuple(case["gate_up"].shape))
-        refused = OPERATIONS["experts"].backends[name].supports(call)
+        refused = OPERATIONS["experts"].backends[name].refusal(call)
         if refused is not None:
             assert (name, dtype == torch.bfloat16) == ("torch_grouped", False), refused
             continue

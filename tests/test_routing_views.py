@@ -17,6 +17,7 @@ from workbench.analysis.wording import counted, ranged
 from workbench.controls import ExpertTimings, RoutingControls
 from workbench.controls.routing import RECORDED_TEMPERATURES
 from workbench.errors import InputError, NonFiniteError
+from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.registry import OPERATIONS
 from workbench.report.session import FINDINGS_FOLDER
 from workbench.report.tokens import routed_text
@@ -435,3 +436,10 @@ def test_tables_of_a_page_have_their_headings():
     assert len(table) == 2 and set(views.LAYER_HEADINGS) < set(table.columns)
     assert set(expert_paths.COUNT_HEADINGS) == {"path", "syncs", "kernels", "kernels_one", "megabytes", "megabytes_one"}
     assert isinstance(table, pd.DataFrame)
+
+
+def test_ways_that_this_machine_cannot_run_are_left_out():
+    given = expert_paths.LayerInput(3, **experts_spec.example(tokens=5))
+    refusals = expert_paths.serving_paths(given, 5)
+    assert refusals["torch_sorted"] is None and refusals["corex_moe"] == "serves cuda, not cpu"
+    assert set(expert_paths.count_paths(given)["path"]) == {name for name, why in refusals.items() if why is None}

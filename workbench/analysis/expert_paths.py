@@ -223,7 +223,7 @@ def serving_paths(given: LayerInput, tokens: int) -> dict[str, str | None]:
     x, shape = given.x, tuple(given.gate_up.shape)
     call = Call("experts", x.device.type, x.dtype, tokens, False, False, Kernels().policy, shape)
     backends = OPERATIONS["experts"].backends
-    return {name: backend.supports(call) for name, backend in backends.items() if name != "reference"}
+    return {name: backend.refusal(call) for name, backend in backends.items() if name != "reference"}
 
 
 def automatic_path(given: LayerInput, tokens: int) -> str:
