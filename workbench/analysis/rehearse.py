@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from workbench.analysis.verdict import NOT_ESTABLISHED, Verdict, Where
 from workbench.analysis.wording import counted, duration_text, size_text
 from workbench.cards import Card, card_named
 from workbench.config import ModelConfig
-from workbench.errors import BackendError, InputError
+from workbench.errors import BackendError, BackendWarning, InputError
 from workbench.kernels.agreement import logit_difference
 from workbench.kernels.dispatch import Attestation
 from workbench.kernels.registry import Call, operation_named
@@ -92,7 +93,8 @@ class Rehearsal:
     accuracy    logits under the card and as stored against float32: largest difference of the largest logit; None where
                 there is no run
     error       why there is no run, or none to its end
-    ended       the op in which all runs under the limits ended, so that those after it are in no table; None: none did
+    ended       the op in which all runs under the limits ended, so that those after it are in no table; None: one came
+                through, as asked, with everything chosen automatically or with failing backends replaced
     """
 
     card: Card
@@ -214,6 +216,10 @@ def rehearse(
     if ran.error is not None and (backend is not None or policy is not None):
         say("the same with backends and policy chosen automatically")
         plain = _under_limits(checkpoint, card, dtype, input_ids, {**common, "strict": strict})
+    last, detour = plain or ran, None
+    if last.error is not None and strict:
+        say("the same with the next backend in the place of each that ends it")
+        detour = _detour(checkpoint, card, dtype, input_ids, asked if plain is None else common)
     accuracy, finite_wide = None, True
     if ran.logits is not None:
         say("the same prompt in float32 and as stored, without limits")
@@ -224,12 +230,13 @@ def rehearse(
         readiness, aside = _readiness(_as_stored(checkpoint, asked), input_ids, card, ends, say)
 
     shown = ran if ran.error is None or plain is None or plain.error is not None else plain
+    shown = detour or shown
     products = _products(card, shown.seen)
     costs, seconds = _costs(config, card, dtype, products, prefill)
     ops = _ops(card, shown.attestation)
-    verdict = _verdict(card, dtype, ran, plain, plan, readiness, aside, accuracy, products,
+    verdict = _verdict(card, dtype, ran, plain, detour, plan, readiness, aside, accuracy, products,
                        finite_wide)  # fmt: skip
-    changes = _changes(card, dtype, stored, ran, plain, plan, readiness, accuracy, ops, products, costs)
+    changes = _changes(card, dtype, stored, ran, plain, detour, plan, readiness, accuracy, ops, products, costs)
     return Rehearsal(
         card=card, checkpoint=str(checkpoint), config=config, dtype=dtype, stored=stored, tokens=len(ids),
         verdict=verdict, changes=changes, ops=ops, named=_named(shown.calls), products=products, costs=costs,
@@ -260,6 +267,16 @@ def _under_limits(checkpoint: str | Path, card: Card, dtype: str, input_ids: Ten
     passes.attestation, passes.seen = model.kernels.attestation(), model.kernels.rehearsed
     passes.calls = model.kernels.calls
     return passes
+
+
+def _detour(
+    checkpoint: str | Path, card: Card, dtype: str, input_ids: Tensor, settings: dict
+) -> _Passes | None:
+    """The passes with each backend that fails replaced by the next; None where that ends as well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BackendWarning)  # the report tells what was replaced
+        passes = _under_limits(checkpoint, card, dtype, input_ids, {**settings, "strict": False})
+    return passes if passes.error is None and any(row.replaced for row in passes.attestation) else None
 
 
 def _readiness(
@@ -416,8 +433,8 @@ def _as_run(cost: OpCost, card: Card, dtype: str, asked: str) -> tuple[OpCost, f
 
 
 def _verdict(
-    card: Card, dtype: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan, readiness: Readiness | None,
-    aside: str | None, accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
+    card: Card, dtype: str, ran: _Passes, plain: _Passes | None, detour: _Passes | None, plan: MemoryPlan,
+    readiness: Readiness | None, aside: str | None, accuracy: dict | None, products: pd.DataFrame, finite_wide: bool,
 ) -> Verdict:  # fmt: skip
     evidence = [plan.in_words()]
     evidence += _accuracy_sentences(card, dtype, accuracy)
@@ -434,12 +451,16 @@ def _verdict(
         evidence.append(readiness.verdict.verdict)
     if ran.error is not None:
         asked = "" if plain is None else " as asked"
+        fix = "leave --backend and --policy to the automatic choice: that run ends well under the same limits"
+        if detour is not None:
+            fix = f"--backend {_named_instead(detour)}: that run ends well under the same limits"
+        elif plain is None or plain.error is not None:
+            fix = None
         evidence += [ran.error] if _brief(ran.error) != ran.error else []
         return Verdict(
             f"Does not run on {card.title}{asked}: {_brief(ran.error)}", Where(op=_op_in(ran.error)), CANNOT_RUN,
             tuple(evidence),
-            fix=None if plain is None or plain.error is not None else
-            "leave --backend and --policy to the automatic choice: that run ends well under the same limits",
+            fix=fix,
         )  # fmt: skip
     if plan.fits is False:
         return replace(_plan_verdict(card, dtype, plan), evidence=tuple(evidence))
@@ -525,13 +546,16 @@ def _memory_change(plan: MemoryPlan) -> Change:
 
 
 def _changes(
-    card: Card, dtype: str, stored: str, ran: _Passes, plain: _Passes | None, plan: MemoryPlan,
-    readiness: Readiness | None, accuracy: dict | None, ops: pd.DataFrame, products: pd.DataFrame, costs: pd.DataFrame,
+    card: Card, dtype: str, stored: str, ran: _Passes, plain: _Passes | None, detour: _Passes | None,
+    plan: MemoryPlan, readiness: Readiness | None, accuracy: dict | None, ops: pd.DataFrame, products: pd.DataFrame,
+    costs: pd.DataFrame,
 ) -> tuple[Change, ...]:  # fmt: skip
     changes: list[Change] = []
     if ran.error is not None and plain is not None and plain.error is None:
         changes.append(Change("leave --backend and --policy to the automatic choice", ran.error,
                               "none: proven by a run under the same limits", must=True))  # fmt: skip
+    elif detour is not None:
+        changes += _detour_changes(detour)
     elif ran.error is not None:
         ends = ran.error if plain is None else plain.error
         changes.append(Change(
@@ -545,9 +569,9 @@ def _changes(
         changes.append(_dtype_change(card, dtype, stored, ran, accuracy))
     if readiness is not None and readiness.verdict.is_fault:
         changes.append(_remedy(readiness))
-    changes += _lack_changes(card, ops, products)
+    changes += _lack_changes(card, ops, products) if detour is None else []
     changes += _route_changes(card, products, costs)
-    changes += _primitive_changes(card, ran, plain)
+    changes += _primitive_changes(card, ran, plain, detour)
     if card.absent_modules:
         changes.append(Change(
             f"look for {', '.join(card.absent_modules)} in the image at hand (`workbench probe`)",
@@ -555,6 +579,25 @@ def _changes(
             "unknown: without them the ops run on torch's kernels, as they did here",
         ))  # fmt: skip
     return tuple(changes)
+
+
+def _named_instead(detour: _Passes) -> str:
+    """What names the backends that took the place of others, as --backend has it."""
+    return ",".join(dict.fromkeys(f"{row.op}={row.backend}" for row in detour.attestation if row.replaced))
+
+
+def _detour_changes(detour: _Passes) -> list[Change]:
+    """Each backend that failed under the limits, and the one that a run proved in its place."""
+    found: dict[tuple[str, str, str], str] = {}
+    for row in detour.attestation:
+        for name, error in row.replaced:
+            found.setdefault((row.op, row.backend, name), error)
+    cost = "proven by a run under the same limits; its time there is not known"
+    return [
+        Change(f"--backend {op}={instead}, in the place of {name}",
+               _brief(error.removeprefix("failed twice at call: ")), cost, must=True)
+        for (op, instead, name), error in found.items()
+    ]  # fmt: skip
 
 
 def _dtype_change(card: Card, dtype: str, stored: str, ran: _Passes | None, accuracy: dict | None) -> Change:
@@ -588,7 +631,7 @@ def _remedy(readiness: Readiness) -> Change:
 def _lack_changes(card: Card, ops: pd.DataFrame, products: pd.DataFrame) -> list[Change]:
     """Ops that another backend serves because the first needs what the card lacks."""
     changes = []
-    for row in ops.itertuples():
+    for row in ops.drop_duplicates(["op", "backend", "refused"]).itertuples():
         lacking = [p for name, p in card.absent_primitives.items() if name in row.refused]
         if lacking:
             calls = int(products.loc[products["op"] == row.op, "calls"].sum())
@@ -599,7 +642,9 @@ def _lack_changes(card: Card, ops: pd.DataFrame, products: pd.DataFrame) -> list
     return changes
 
 
-def _primitive_changes(card: Card, ran: _Passes, plain: _Passes | None) -> list[Change]:
+def _primitive_changes(
+    card: Card, ran: _Passes, plain: _Passes | None, detour: _Passes | None
+) -> list[Change]:
     """For each missing library what to use instead of its operators; first that of the operator that ended the run."""
     ends = ran.error if plain is None else plain.error
     changes = []
@@ -608,13 +653,15 @@ def _primitive_changes(card: Card, ran: _Passes, plain: _Passes | None) -> list[
         at_fault = [p for p in lacking if ends is not None and f"{p.name}, called by" in ends]
         first = (at_fault or lacking)[0]
         why = f"{counted(len(lacking), 'operator')} of torch {'raises' if len(lacking) == 1 else 'raise'} there"
-        if at_fault:
+        if at_fault and detour is not None:
+            cost = f"nothing beside --backend {_named_instead(detour)}, which needs none of them"
+        elif at_fault:
             cost = f"unknown: the run ended at {first.name}"
-        elif ends is not None:
+        elif ends is not None and detour is None:
             cost = "unknown: the run ended before it could show whether they are needed"
         else:
             why += "" if ran.error is not None else "; the rehearsal called none of them"
-            cost = "nothing for the automatic choice, which needs none of them"
+            cost = "nothing for the backends that ran, which need none of them"
         what = f"do without {library}; in the place of {first.name.removeprefix('aten::')}: {first.instead}"
         changes.append(Change(what, why, cost, must=bool(at_fault)))
     return sorted(changes, key=lambda change: not change.must)
