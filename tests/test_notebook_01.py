@@ -143,6 +143,7 @@ def test_the_page_shows_figures_with_words_and_needs_no_network(made):
 def test_the_page_answers_each_question_of_the_lab(made, code_cells):
     page = html.unescape(made[0].page.read_text(encoding="utf-8"))
     assert "Rows that are not finite in head" in page
+    assert "Which backends ran, and why" in page and "first in order on cpu that can serve" in page
     assert "factored beside safe: the first tensor that differs is" in page and "gives layers.00.gdn.decay" in page
     assert "Under factored it refuses to draw a token." in page and "policy nan_to_num" in page
     assert "the sampled check says that they are clean" in page and "one head from a token on" in page

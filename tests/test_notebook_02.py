@@ -125,6 +125,7 @@ def test_the_views_find_what_was_planted_at_full_width(made):
 
 def test_the_page_shows_figures_with_words_and_needs_no_network(made):
     page = made.page.read_text(encoding="utf-8")
+    assert "Which backends ran, and why" in page and "first in order on cpu that can serve" in page
     images = re.findall(r"<img [^>]*>", page)
     frames = 3 * len(RECORDED_TEMPERATURES)
     has_times = made.findings["has_recorded_times"]

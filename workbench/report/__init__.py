@@ -4,11 +4,12 @@ Two sides. Inside a notebook: `notebook_defaults`, `write_findings` and what `di
 `build`, which the command `workbench report` calls.
 """
 
+from workbench.report.attestation import attested
 from workbench.report.display import Html, folded, if_any, note, passages, recorded, stack, table, verdict_card
 from workbench.report.recording import frames
 from workbench.report.session import notebook_defaults, write_findings
 
 __all__ = [
-    "Html", "folded", "frames", "if_any", "note", "notebook_defaults", "passages", "recorded", "stack", "table",
-    "verdict_card", "write_findings",
+    "Html", "attested", "folded", "frames", "if_any", "note", "notebook_defaults", "passages", "recorded", "stack",
+    "table", "verdict_card", "write_findings",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import pandas as pd
 from workbench import __version__, taps
 from workbench.analysis.compare import Comparison
 from workbench.plots.tracing import stage_map, step_timeline
+from workbench.report.attestation import attested
 from workbench.report.display import Html, Shown, folded, note, number, stack, table, verdict_card
 from workbench.report.export import stylesheet
 
@@ -51,6 +52,7 @@ def comparison_view(result: Comparison) -> Html:
         counts = rows.groupby(["name", "reason"], sort=False).size().reset_index(name="tensors")
         missing = table(counts, f"{len(rows)} tensors are not compared.", {"name": "tap point"})
         parts.append(folded("Not compared", missing))
+    parts.append(attested({f"a: {sides[0]}": result.a.backends, f"b: {sides[1]}": result.b.backends}))
     return stack(*parts)
 
 

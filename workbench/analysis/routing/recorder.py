@@ -175,9 +175,9 @@ def record(
     if head:
         parts.append(stack_parts("mtp", (0,), head))
     backends = [
-        row.to_json() | {"calls": calls}
+        since.to_json()
         for key, row in _rows(model.kernels).items()
-        if (calls := row.calls - (before[key].calls if key in before else 0))
+        if (since := row if key not in before else _since(row, before[key])).calls
     ]
     origin = Origin(
         model_hash=model_hash, backends=tuple(backends), policy=model.kernels.policy.to_json(),
@@ -193,6 +193,12 @@ def record(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _since(row: Attestation, before: Attestation) -> Attestation:
+    """What was counted after `before`."""
+    counts = ("calls", "retries", "routed", "cast")
+    return replace(row, **{name: getattr(row, name) - getattr(before, name) for name in counts})
 
 
 def _rows(kernels: Kernels) -> dict[tuple[str, str, str, str, str], Attestation]:
