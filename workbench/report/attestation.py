@@ -13,7 +13,7 @@ from workbench.report.display import Html, Shown, folded, note, stack, table
 
 HEADINGS = {
     "run": "run", "op": "op", "backend": "backend", "dtype": "dtype", "tokens": "tokens", "calls": "calls",
-    "why": "why it was chosen", "refused": "refused before it",
+    "why": "why it was chosen",
 }  # fmt: skip
 
 #: How a reason says that nobody named the backend (`kernels.registry`).
@@ -31,8 +31,7 @@ def attested(runs: Mapping[str, Iterable[Any]]) -> Shown:
     if not rows:
         return note("No run says which backends served it.")
     frame = pd.DataFrame([_cells(label, row) for label, row in rows], columns=list(HEADINGS))
-    is_told = {"run": len(runs) > 1, "refused": (frame["refused"] != "").any()}
-    frame = frame.drop(columns=[name for name, told in is_told.items() if not told])
+    frame = frame if len(runs) > 1 else frame.drop(columns="run")
     caption = "Each op by its backend, how often, and why it was chosen."
     chosen = folded("Which backends ran, and why", table(frame, caption, HEADINGS))
     failed = [sentence for label, row in rows for sentence in _failures(label, row)]
@@ -49,8 +48,8 @@ def _cells(label: str, row: Mapping[str, Any]) -> tuple:
     for name, what in (("routed", "calls routed"), ("cast", "calls with inputs cast")):
         why += f"; {row[name]} {what}" if row.get(name) else ""
     refused = "; ".join(f"{name}: {reason}" for name, reason in row.get("refused", ()))
-    return (label, row.get("op"), row.get("backend"), row.get("dtype", ""), row.get("tokens", ""), row.get("calls", ""),
-            why, refused)  # fmt: skip
+    why += f"; refused before it: {refused}" if refused else ""
+    return (label, *(row.get(name, "") for name in ("op", "backend", "dtype", "tokens", "calls")), why)
 
 
 def _failures(label: str, row: Mapping[str, Any]) -> Iterable[str]:
