@@ -2,9 +2,12 @@
 
 `READ_FROM` says for each where its signature was read. The bodies are ours: they compute in float64 what the function
 is for, refuse what the library refuses, and spoil what it promises nothing about (memory past what it fills, the order
-in which threads come), so that an adapter that relies on it is found out.
+in which threads come), so that an adapter that relies on it is found out. Every tensor must lie in memory as its shape
+says, also along axes of one element, which `Tensor.contiguous` leaves as they are and vLLM's assertions do not.
 """
 
+import functools
+import inspect
 from itertools import pairwise
 
 import torch
@@ -13,6 +16,24 @@ import torch.nn.functional as F
 from workbench.kernels.gated_delta_rule.reference import oracle
 
 FLA, QLA, INFER, VLLM = "fla-core 0.6.0", "flash-qla 0.1.3", "flashinfer-python 0.7.4", "vllm 0.26.0"
+
+#: Parameters whose layout is another one, checked in the function: channels next to each other in memory.
+CHANNELS_LAST = {"x", "conv_state", "conv_states", "initial_states"}
+
+
+def row_major_only(function, other_layout=frozenset()):
+    """The function, which takes no tensor with other strides than those of its shape, but for `other_layout`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def asserting(*arguments, **named):
+        for name, x in signature.bind(*arguments, **named).arguments.items():
+            if isinstance(x, torch.Tensor) and name not in other_layout:
+                found, needed = x.stride(), torch.empty(x.shape, device="meta").stride()
+                assert found == needed, f"{function.__name__}: {name} {tuple(x.shape)}: strides {found}, needs {needed}"
+        return function(*arguments, **named)
+
+    return asserting
 
 
 def _rule(q, k, v, g, beta, scale, state, cu_seqlens):
@@ -226,6 +247,7 @@ def vllm_rms_norm(out, input, weight, epsilon):
 
 def vllm_rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, activation="swish"):
     assert norm_before_gate and bias is None and activation in ("swish", "silu")
+    assert weight.stride(-1) == 1  # layernorm_guard.py:200, also of one channel
     return fla_rms_norm_gated(x, z, weight, bias, eps=eps)
 
 
@@ -233,11 +255,12 @@ def vllm_topk_softmax(
     topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None
 ):
     assert topk_weights.dtype == torch.float32 and topk_ids.dtype == token_expert_indices.dtype == torch.int32
-    probabilities = gating_output.float().softmax(-1)
+    probabilities = gating_output.float().softmax(-1).nan_to_num(0.0)  # as its CUDA kernel: a NaN is swallowed
     weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
     top = topk_weights.shape[1]
     chosen = weights[:, :top]
-    topk_weights.copy_(chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    total = chosen.sum(-1, keepdim=True)
+    topk_weights.copy_(chosen / total.where(total > 0.0, 1.0) if renormalize else chosen)
     topk_ids.copy_(experts[:, :top])
 
 
@@ -273,6 +296,7 @@ def vllm_fused_experts(
     global_num_experts=-1, expert_map=None, quant_config=None,
 ):  # fmt: skip
     assert hidden_states.is_contiguous() and w1.stride(-1) == w2.stride(-1) == 1 and topk_ids.dtype == torch.int32
+    assert topk_weights.stride(1) == 1  # fused_moe.py:877, also of one expert for each token
     out = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for rank in range(topk_ids.shape[1]):
         chosen = topk_ids[:, rank].long()
@@ -321,4 +345,7 @@ READ_FROM = {
         vllm_fused_experts, VLLM, "vllm/model_executor/layers/fused_moe/fused_moe.py"),
 }  # fmt: skip
 
-SYMBOLS = {symbol: found for symbol, (found, _, _) in READ_FROM.items()}
+SYMBOLS = {
+    symbol: row_major_only(found, CHANNELS_LAST if "causal_conv1d" in symbol else frozenset())
+    for symbol, (found, _, _) in READ_FROM.items()
+}

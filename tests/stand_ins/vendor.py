@@ -3,12 +3,13 @@
 No such card is at hand. Names are those of the field notes; bodies are ours and compute in float64.
 """
 
+import inspect
 import os
 
 import torch
 import torch.nn.functional as F
 
-from stand_ins.libraries import _aligned, _attend, _rule
+from stand_ins.libraries import _aligned, _attend, _rule, row_major_only
 
 
 def complain(text: str) -> None:
@@ -34,6 +35,7 @@ class Builtin:
 # ---- ixformer
 
 
+@row_major_only
 def matmul(input, other, out=None, transa=False, transb=False, alpha=1.0, beta=0.0):
     if input.dtype != torch.float16 or other.dtype != torch.float16:
         complain(MATMUL_DTYPE)
@@ -41,19 +43,23 @@ def matmul(input, other, out=None, transa=False, transb=False, alpha=1.0, beta=0
     return (input.double() @ (other.double().T if transb else other.double())).half()
 
 
+@row_major_only
 def vllm_moe_topk_softmax(topk_weights, topk_ids, token_expert_indices, gating_output):
     if gating_output.dtype != torch.float16:
         raise TypeError("topk_softmax: expected gating_output of half")
-    weights, experts = gating_output.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    probabilities = gating_output.float().softmax(-1).nan_to_num(0.0)  # as vLLM's: a NaN is swallowed
+    weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
     topk_weights.copy_(weights[:, : topk_weights.shape[1]])
     topk_ids.copy_(experts[:, : topk_ids.shape[1]])
 
 
+@row_major_only
 def vllm_moe_align_block_size(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad):
     assert topk_ids.dtype == sorted_token_ids.dtype == experts_ids.dtype == torch.int32
     _aligned(topk_ids, block_size, num_experts, sorted_token_ids, experts_ids, num_tokens_post_pad)
 
 
+@row_major_only
 def vllm_invoke_fused_moe_kernel(
     A, B, C, topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_padded, mul_routed_weight, top_k,
     block_size_m,
@@ -70,12 +76,12 @@ def vllm_invoke_fused_moe_kernel(
 
 
 def _named(function) -> str:
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    names = inspect.signature(function).parameters
     return f"{function.__name__}({', '.join(f'{name}: at::Tensor' for name in names)}) -> None\n\nOf libixformer.so"
 
 
 def _nameless(function) -> str:
-    count = function.__code__.co_argcount
+    count = len(inspect.signature(function).parameters)
     return f"{function.__name__}({', '.join(f'arg{i}: at::Tensor' for i in range(count))}) -> None"
 
 
@@ -93,6 +99,7 @@ IXFORMER = {
 # ---- corex_gdn
 
 
+@row_major_only
 def _forward(module, q, k, v, gate, beta, state):
     if q.dtype != torch.float16:
         raise TypeError("gdn: expected half")
@@ -162,20 +169,24 @@ def _routed(gate_output, topk, renormalize):
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts[:, :topk]
 
 
+@row_major_only
 def moe_forward_merged(hidden_states, w13, w2, topk_weights, topk_ids):
     gate, up = w13.chunk(2, dim=1)
     return _experts(hidden_states, topk_weights, topk_ids, gate, up, w2).half()
 
 
+@row_major_only
 def moe_forward_separate(hidden_states, w1, w2, w3, topk_weights, topk_ids):
     return _experts(hidden_states, topk_weights, topk_ids, w1, w3, w2).half()
 
 
+@row_major_only
 def moe_forward_routing_merged(hidden_states, gate_output, w13, w2, topk=8, renormalize=True):
     gate, up = w13.chunk(2, dim=1)
     return _experts(hidden_states, *_routed(gate_output, topk, renormalize), gate, up, w2).float()
 
 
+@row_major_only
 def moe_forward_routing_separate(hidden_states, gate_output, w1, w2, w3, topk=8, renormalize=True):
     assert w3.dim() == 3, "a number in the place of a matrix"
     return _experts(hidden_states, *_routed(gate_output, topk, renormalize), w1, w3, w2).float()
@@ -184,6 +195,7 @@ def moe_forward_routing_separate(hidden_states, gate_output, w1, w2, w3, topk=8,
 # ---- corex_fa2
 
 
+@row_major_only
 def fa2_packed_prefill(
     query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=True,
     window_size=(-1, -1),

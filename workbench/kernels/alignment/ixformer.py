@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workbench.kernels.alignment.library_form import alignment_of, buffers
 from workbench.kernels.alignment.spec import Alignment
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, Ordered, foreign
@@ -38,7 +39,7 @@ def run(experts: Tensor, *, num_experts: int, block: int) -> Alignment:
     align = foreign(ALIGN, FORMS[ALIGN])
     with native_stderr(ALIGN):
         align(
-            topk_ids=experts.to(torch.int32).contiguous(), num_experts=num_experts, block_size=block,
+            topk_ids=row_major(experts.to(torch.int32)), num_experts=num_experts, block_size=block,
             sorted_token_ids=ids, experts_ids=owners, num_tokens_post_pad=used,
         )  # fmt: skip
     return alignment_of(ids, owners, used, experts=experts, num_experts=num_experts, block=block)

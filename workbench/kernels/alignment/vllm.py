@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.kernels.alignment.library_form import alignment_of
 from workbench.kernels.alignment.spec import Alignment
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -32,6 +33,6 @@ def supports(call: Call) -> str | None:
 def run(experts: Tensor, *, num_experts: int, block: int) -> Alignment:
     """See `spec`."""
     ids, owners, used = foreign(ALIGN, FORMS[ALIGN])(
-        topk_ids=experts.to(torch.int32).contiguous(), block_size=block, num_experts=num_experts
+        topk_ids=row_major(experts.to(torch.int32)), block_size=block, num_experts=num_experts
     )
     return alignment_of(ids, owners, used, experts=experts, num_experts=num_experts, block=block)

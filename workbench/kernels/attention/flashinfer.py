@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.attention import library_form, spec
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -45,7 +46,7 @@ def run(
         prefill = foreign(PREFILL, FORMS[PREFILL])
         outs = [
             prefill(
-                q=query[0].contiguous(), k=key[0].contiguous(), v=value[0].contiguous(), causal=True,
+                q=row_major(query[0]), k=row_major(key[0]), v=row_major(value[0]), causal=True,
                 kv_layout="NHD", sm_scale=scale,
             )
             for query, key, value in spec.sequences(q, k, v, key_lengths, cu_seqlens) if query.shape[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.kernels.attention import spec
 from workbench.kernels.attention.torch_sdpa import attend_by, shown_scores, visible_keys
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.taps import Tap
 
@@ -47,10 +48,10 @@ def rows_of(
     queries = (0, *itertools.accumulate(query.shape[1] for query, _, _ in parts))
     keys = (0, *itertools.accumulate(key.shape[1] for _, key, _ in parts))
     if keys[-1] == k.shape[0] * k.shape[1]:  # every row of the store holds a key: no copy
-        flat_k, flat_v = (x.reshape(-1, *x.shape[2:]).contiguous() for x in (k, v))
+        flat_k, flat_v = (row_major(x.reshape(-1, *x.shape[2:])) for x in (k, v))
     else:
-        flat_k, flat_v = (torch.cat([part[i][0] for part in parts]) for i in (1, 2))
-    return Rows(q.reshape(-1, *q.shape[2:]).contiguous(), flat_k, flat_v, queries, keys)
+        flat_k, flat_v = (row_major(torch.cat([part[i][0] for part in parts])) for i in (1, 2))
+    return Rows(row_major(q.reshape(-1, *q.shape[2:])), flat_k, flat_v, queries, keys)
 
 
 def common_refusal(call: Call, most: int, step: int = 1) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.causal_conv.spec import with_window
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -54,16 +55,16 @@ def run(
     past = weight.shape[1] - 1
     if window is None:
         window = x.new_zeros(batch, past, channels)
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = row_major(x), row_major(weight)
     if tokens == 1:
-        state = window.transpose(1, 2).contiguous()  # a copy: updated in place
+        state = row_major(window.transpose(1, 2))  # a copy: updated in place
         state = state.clone() if state.data_ptr() == window.data_ptr() else state
         update = foreign(UPDATE, FORMS[UPDATE])
         y = update(x=x[:, 0], conv_state=state, weight=weight, bias=None, activation="silu")
         return y[:, None], state.transpose(1, 2).contiguous()
     prefill = foreign(PREFILL, FORMS[PREFILL])
     y = prefill(
-        x=x.transpose(1, 2), weight=weight, bias=None, initial_states=window.contiguous().transpose(1, 2),
+        x=x.transpose(1, 2), weight=weight, bias=None, initial_states=row_major(window).transpose(1, 2),
         activation="silu",
     )  # fmt: skip
     return y.transpose(1, 2), with_window(x[:, -past:], window, batch, past + 1)[:, -past:].clone()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -56,7 +57,7 @@ def run(
     if window is not None:
         cache[1:] = window
     slots = torch.arange(1, sequences + 1, dtype=torch.int32, device=x.device)
-    weight = weight.contiguous()
+    weight = row_major(weight)
     if tokens == 1 and cu_seqlens is None:
         y = foreign(UPDATE, FORMS[UPDATE])(
             x=x[:, 0].clone(memory_format=torch.contiguous_format), conv_state=cache.transpose(1, 2), weight=weight,
@@ -64,7 +65,7 @@ def run(
         )  # fmt: skip
     else:
         y = foreign(PREFILL, FORMS[PREFILL])(
-            x=x.reshape(-1, channels).contiguous().transpose(0, 1), weight=weight, bias=None,
+            x=row_major(x.reshape(-1, channels)).transpose(0, 1), weight=weight, bias=None,
             conv_states=cache.transpose(1, 2), query_start_loc=torch.tensor(bounds, dtype=torch.int32, device=x.device),
             cache_indices=slots, has_initial_state=torch.ones(sequences, dtype=torch.bool, device=x.device),
             activation="silu",

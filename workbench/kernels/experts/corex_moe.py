@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -48,15 +49,15 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
     if not x.shape[0]:
         return torch.zeros_like(x)
     forward = foreign(FORWARD, FORMS[FORWARD])
-    values = {"hidden_states": x.contiguous(), "w2": down.contiguous()}
+    values = {"hidden_states": row_major(x), "w2": row_major(down)}
     if forward.places("w13"):
-        values["w13"] = gate_up.contiguous()
+        values["w13"] = row_major(gate_up)
     else:
         gate, up = gate_up.chunk(2, dim=1)
-        values |= {"w1": gate.contiguous(), "w3": up.contiguous()}
+        values |= {"w1": row_major(gate), "w3": row_major(up)}
     total = None
     if forward.places("topk_ids"):
-        values |= {"topk_weights": weights.to(torch.float32), "topk_ids": experts.to(torch.int32)}
+        values |= {"topk_weights": row_major(weights.to(torch.float32)), "topk_ids": row_major(experts.to(torch.int32))}
     else:
         wide = weights.to(torch.float32)
         logits = torch.full((x.shape[0], gate_up.shape[0]), -torch.inf, device=x.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain, swiglu
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, Ordered, foreign
@@ -47,7 +48,7 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
     block = FEW_ROWS if tokens <= gate_up.shape[0] else ROWS
     plan = chain.align(experts, gate_up.shape[0], block)
     where = {
-        "topk_weights": weights.to(torch.float32).contiguous(), "topk_ids": experts.to(torch.int32).contiguous(),
+        "topk_weights": row_major(weights.to(torch.float32)), "topk_ids": row_major(experts.to(torch.int32)),
         "sorted_token_ids": plan.rows.to(torch.int32), "expert_ids": plan.experts_of_blocks().to(torch.int32),
         "num_tokens_post_padded": plan.offsets[-1:].to(torch.int32), "block_size_m": block,
     }  # fmt: skip
@@ -57,8 +58,8 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
         """[tokens, A, N]: the rows of `a` times their experts' matrices; a row of `a` belongs to `shared_by` pairs."""
         c = a.new_zeros(tokens, top_k, b.shape[1])
         with native_stderr(PRODUCT):
-            product(A=a, B=b.contiguous(), C=c, mul_routed_weight=is_weighted, top_k=shared_by, **where)
+            product(A=a, B=row_major(b), C=c, mul_routed_weight=is_weighted, top_k=shared_by, **where)
         return c
 
-    hidden = swiglu(multiplied(x.contiguous(), gate_up, top_k, False)).view(tokens * top_k, -1)
+    hidden = swiglu(multiplied(row_major(x), gate_up, top_k, False)).view(tokens * top_k, -1)
     return multiplied(hidden, down, 1, True).sum(1, dtype=torch.float32).to(x.dtype)

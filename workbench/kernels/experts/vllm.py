@@ -2,7 +2,7 @@
 
     out = fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, ...)
 
-hidden_states [tokens, D] contiguous, w1 [E, 2 I, D] gate rows first, w2 [E, D, I], topk_weights [tokens, A] fp32,
+hidden_states [tokens, D], w1 [E, 2 I, D] gate rows first, w2 [E, D, I], topk_weights [tokens, A] fp32,
 topk_ids [tokens, A] int32, in bfloat16 or float16 (float32 would run in TF32). It sorts its pairs itself and asks no
 `alignment`. Read from version 0.26.0, vllm/model_executor/layers/fused_moe/fused_moe.py.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.experts.spec import Chain
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -33,6 +34,6 @@ def run(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
     if not x.shape[0]:
         return torch.zeros_like(x)
     return foreign(EXPERTS, FORMS[EXPERTS])(
-        hidden_states=x.contiguous(), w1=gate_up.contiguous(), w2=down.contiguous(),
-        topk_weights=weights.to(torch.float32).contiguous(), topk_ids=experts.to(torch.int32).contiguous(),
+        hidden_states=row_major(x), w1=row_major(gate_up), w2=row_major(down),
+        topk_weights=row_major(weights.to(torch.float32)), topk_ids=row_major(experts.to(torch.int32)),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from workbench.errors import BackendError
 from workbench.kernels.gated_delta_rule import library_form
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires, load_symbol
 from workbench.kernels.signatures import Given, Ordered, bind
@@ -81,8 +82,9 @@ def run(
     forward = bind(f"{CLASS}.forward", module.forward, _FORWARD)
     with native_stderr(f"{CLASS}.forward"):
         found = forward(
-            q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), gate=library_form.gates(log_decay, policy, tokens),
-            beta=beta, conv_state=None, temporal_state=initial_state.to(torch.float32).clone(), attn_metadata=metadata,
+            q=row_major(q), k=row_major(k), v=row_major(v), gate=library_form.gates(log_decay, policy, tokens),
+            beta=row_major(beta), conv_state=None, attn_metadata=metadata,
+            temporal_state=row_major(initial_state.to(torch.float32, copy=True)),
         )  # fmt: skip
     if not isinstance(found, tuple) or len(found) != 2 or found[1] is None:
         raise BackendError(f"{CLASS}.forward: expected (output, state), found {type(found).__name__}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -66,11 +67,12 @@ def run(
     g = library_form.gates(log_decay, policy, tokens)
     packed = None if cu_seqlens is None else library_form.sequences_of(q.shape[0], tokens, cu_seqlens)
     if packed is None:
-        first, bounds = None if initial_state is None else initial_state.to(torch.float32), None
+        first, bounds = None if initial_state is None else row_major(initial_state.to(torch.float32)), None
     else:
         first, bounds = packed.initial(initial_state), packed.cu_seqlens(q.device, torch.int64)
     out, state = foreign(symbol, FORMS[symbol])(
-        q=q, k=k, v=v, g=g, beta=beta, scale=1.0, initial_state=first, output_final_state=True, cu_seqlens=bounds
-    )
+        q=row_major(q), k=row_major(k), v=row_major(v), g=g, beta=row_major(beta), scale=1.0, initial_state=first,
+        output_final_state=True, cu_seqlens=bounds,
+    )  # fmt: skip
     state = state if packed is None else packed.final(state, initial_state)
     return library_form.finished(out, state, policy, tap, like=v)

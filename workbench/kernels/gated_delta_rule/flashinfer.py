@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -54,7 +55,7 @@ def run(
         q=library_form.flat(q), k=library_form.flat(k), v=library_form.flat(v),
         g=library_form.flat(library_form.gates(log_decay, policy, q.shape[1])).exp(),
         beta=library_form.flat(beta).to(torch.float32), scale=1.0,
-        initial_state=None if first is None else first.transpose(2, 3).contiguous(), output_final_state=True,
+        initial_state=None if first is None else row_major(first.transpose(2, 3)), output_final_state=True,
         cu_seqlens=parts.cu_seqlens(q.device, torch.int64), output_state=last, gate_domain="linear",
     )  # fmt: skip
     state = parts.final(state.transpose(2, 3).contiguous(), initial_state)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench import taps
 from workbench.kernels.gated_delta_rule import spec
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.numerics import PRESETS, NumericsPolicy
 from workbench.taps import Tap
@@ -84,7 +85,7 @@ class Sequences:
         if state is None:
             return None
         chosen = state[list(self.kept)] if len(self.kept) < self.total else state.clone()
-        return chosen.to(torch.float32)
+        return row_major(chosen.to(torch.float32))
 
     def final(self, states: Tensor, initial: Tensor | None) -> Tensor:
         """[S, ...] states after the call: an empty sequence keeps the one that it came with."""
@@ -104,8 +105,8 @@ def sequences_of(batch: int, tokens: int, cu_seqlens: Tensor | None) -> Sequence
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, T, ...] -> [B T, ...], contiguous: packed rows as the libraries take them."""
-    return x.reshape(-1, *x.shape[2:]).contiguous()
+    """[B, T, ...] -> [B T, ...], row-major: packed rows as the libraries take them."""
+    return row_major(x.reshape(-1, *x.shape[2:]))
 
 
 def finished(
@@ -117,6 +118,6 @@ def finished(
 
 
 def gates(log_decay: Tensor, policy: NumericsPolicy, tokens: int) -> Tensor:
-    """Log decays in fp32 after the policy's clamps of single gates."""
-    return spec.limited_gates(log_decay, policy, spec.phase_of(tokens)).to(torch.float32)
+    """Log decays in fp32, row-major, after the policy's clamps of single gates."""
+    return row_major(spec.limited_gates(log_decay, policy, spec.phase_of(tokens)).to(torch.float32))
 

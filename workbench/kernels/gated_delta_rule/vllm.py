@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.gated_delta_rule import library_form
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -58,8 +59,8 @@ def run(
     else:
         first, bounds = packed.initial(initial_state), packed.cu_seqlens(q.device, torch.int32)
     out, state = foreign(CHUNK, FORMS[CHUNK])(
-        q=q, k=k, v=v, g=g, beta=beta, scale=1.0,
-        initial_state=None if first is None else first.transpose(2, 3).contiguous(), output_final_state=True,
+        q=row_major(q), k=row_major(k), v=row_major(v), g=g, beta=row_major(beta), scale=1.0,
+        initial_state=None if first is None else row_major(first.transpose(2, 3)), output_final_state=True,
         cu_seqlens=bounds,
     )  # fmt: skip
     state = state.transpose(2, 3).contiguous()
@@ -76,7 +77,7 @@ def _one_token(
     if initial_state is None:  # the kernel asks for its strides
         first = torch.zeros(batch, *v.shape[2:], q.shape[3], dtype=torch.float32, device=q.device)
     else:
-        first = initial_state.to(torch.float32).transpose(2, 3).contiguous()
+        first = row_major(initial_state.to(torch.float32).transpose(2, 3))
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     row = {name: library_form.flat(x)[None] for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items()}
     out, states = foreign(RECURRENT, FORMS[RECURRENT])(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, Ordered, foreign
@@ -32,7 +33,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     """See `spec`."""
     product = foreign(PRODUCT, FORMS[PRODUCT])
     is_transposed = product.places("transb")
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = row_major(x.reshape(-1, x.shape[-1]))
     with native_stderr(PRODUCT):
-        y = product(input=rows, other=(weight if is_transposed else weight.T).contiguous(), transb=True)
+        y = product(input=rows, other=row_major(weight if is_transposed else weight.T), transb=True)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -33,6 +34,6 @@ def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -
     """See `spec`."""
     norm = foreign(NORM, FORMS[NORM])
     y = norm(
-        x=x.contiguous(), g=gate.contiguous(), weight=weight.contiguous(), bias=None, activation="swish", eps=eps
+        x=row_major(x), g=row_major(gate), weight=row_major(weight), bias=None, activation="swish", eps=eps
     )
     return y.to(x.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -29,5 +30,5 @@ def supports(call: Call) -> str | None:
 def run_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
     norm = foreign(NORM, FORMS[NORM])
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return norm(input=rows, weight=weight.contiguous(), eps=eps).reshape(x.shape)
+    rows = row_major(x.reshape(-1, x.shape[-1]))
+    return norm(input=rows, weight=row_major(weight), eps=eps).reshape(x.shape)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
 from workbench.kernels.signatures import Given, foreign
@@ -38,16 +39,16 @@ def supports(call: Call) -> str | None:
 
 def run_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+    rows = row_major(x.reshape(-1, x.shape[-1]).to(torch.float32))
     out = torch.empty_like(rows)
-    foreign(NORM, FORMS[NORM])(out=out, input=rows, weight=1.0 + weight.to(torch.float32), epsilon=eps)
+    foreign(NORM, FORMS[NORM])(out=out, input=rows, weight=row_major(1.0 + weight.to(torch.float32)), epsilon=eps)
     return out.reshape(x.shape).to(x.dtype)
 
 
 def run_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """See `spec`."""
     y = foreign(GATED_NORM, FORMS[GATED_NORM])(
-        x=x.contiguous(), weight=weight.contiguous(), bias=None, z=gate.contiguous(), eps=eps, norm_before_gate=True,
+        x=row_major(x), weight=row_major(weight), bias=None, z=row_major(gate), eps=eps, norm_before_gate=True,
         activation="swish",
     )  # fmt: skip
     return y.to(x.dtype)

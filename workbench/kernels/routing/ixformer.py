@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BackendError
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
+from workbench.kernels.routing.library_form import with_faults
 from workbench.kernels.signatures import Given, Ordered, foreign
 from workbench.kernels.vendor_errors import native_stderr
 
@@ -45,8 +47,8 @@ def run(
     with native_stderr(ROUTER):
         route(
             topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),
-            gating_output=logits.contiguous(),
+            gating_output=row_major(logits),
         )  # fmt: skip
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype), experts.to(torch.int64)
+    return with_faults(weights, logits).to(logits.dtype), experts.to(torch.int64)

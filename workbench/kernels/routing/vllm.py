@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BackendError
+from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
+from workbench.kernels.routing.library_form import with_faults
 from workbench.kernels.signatures import Given, foreign
 
 ROUTER = "vllm._custom_ops:topk_softmax"
@@ -46,6 +48,6 @@ def run(
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     foreign(ROUTER, FORMS[ROUTER])(
         topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),
-        gating_output=logits.contiguous(), renormalize=normalise,
+        gating_output=row_major(logits), renormalize=normalise,
     )  # fmt: skip
-    return weights.to(logits.dtype), experts.to(torch.int64)
+    return with_faults(weights, logits).to(logits.dtype), experts.to(torch.int64)
