@@ -180,7 +180,7 @@ def main() -> int:
     }
     attested = {
         "vllm": [*(f"{name} {version}" for name, version in sorted(versions.items())), "bfloat16", *options],
-        "workbench": [*sorted({f"{row.op}={row.backend}" for row in model.kernels.attestation()}), "bfloat16"],
+        "workbench": [*(row.in_words() for row in model.kernels.attestation()), "bfloat16"],
     }
     rows = []
     for what in sets:

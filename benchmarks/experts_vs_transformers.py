@@ -120,15 +120,18 @@ def resolves(name: str, device: str, dtype: torch.dtype, tokens: int) -> bool:
     return OPERATIONS["experts"].backends[name].refusal(call) is None
 
 
-def measure(case: str, runs: dict[str, Run], counted: dict[str, Run], hit_bytes: int, rate: float,
-            rounds: int) -> list[bench.Row]:  # fmt: skip
-    """Time, share of the limit, launches, syncs and bytes of every way to do one case."""
+def measure(case: str, runs: dict[str, Run], counted: dict[str, Run], chosen: dict[str, Kernels], hit_bytes: int,
+            rate: float, rounds: int) -> list[bench.Row]:  # fmt: skip
+    """Time, share of the limit, launches, syncs and bytes of every way to do one case; `chosen` say what ran."""
     samples = bench.interleave({name: settled(run) for name, run in runs.items()}, rounds=rounds, warmup=1)
     least = hit_bytes / rate
     rows = [
-        bench.Row.of(case, name, "ms", [1e3 * s for s in seconds], share_of_limit=least / statistics.median(seconds))
+        bench.Row.of(
+            case, name, "ms", [1e3 * s for s in seconds], share_of_limit=least / statistics.median(seconds),
+            attested=[row.in_words() for row in chosen[name].attestation()] if name in chosen else [],
+        )
         for name, seconds in samples.items()
-    ]
+    ]  # fmt: skip
     rows.append(bench.Row(case, "limit: experts hit, read once", "ms", 1e3 * least, 0.0, 1))
     base = samples["transformers (grouped_mm)"]
     for name, seconds in samples.items():
@@ -172,10 +175,13 @@ def main(arguments: list[str] | None = None) -> int:
                 f"transformers ({name})": partial(module, x, experts, weights)
                 for name, module in peers(config, gate_up, down).items()
             }
-            counted = {
-                name: partial(Kernels({"experts": name}).experts, x, weights, experts, gate_up, down)
+            chosen = {
+                name: Kernels({"experts": name})
                 for name in options.backends
                 if tokens <= MOST_TOKENS[name] and resolves(name, options.device, dtype, tokens)
+            }
+            counted = {
+                name: partial(kernels.experts, x, weights, experts, gate_up, down) for name, kernels in chosen.items()
             }
             case = f"{dtype_name}, {tokens} tokens, {load}"
             expected = runs["transformers (eager)"]()
@@ -186,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
                     print(f"{case}, {name}: differs by {difference:.1e} of the limit", file=sys.stderr)
             hit = len(experts.unique())
             rounds = 3 * options.rounds if tokens <= 16 else options.rounds
-            found = measure(case, runs | counted, counted, hit * expert_bytes, rate, rounds)
+            found = measure(case, runs | counted, counted, chosen, hit * expert_bytes, rate, rounds)
             for row in found:
                 if row.unit == "ms":
                     print(f"{row.case:36} {row.backend:30} {row.median:9.2f} ms, IQR {row.iqr:.2f}", flush=True)

@@ -106,7 +106,7 @@ class Workbench:
             layer.joint, layer.out_proj = joint, out
 
     def attested(self, tokens: str) -> list[str]:
-        return [f"{row.op}={row.backend}" for row in self.kernels.attestation() if row.tokens == tokens]
+        return [row.in_words() for row in self.kernels.attestation() if row.tokens == tokens]
 
 
 class Transformers:

@@ -611,7 +611,7 @@ def measure(comparison: Comparison, rounds: int, device: str, clock: Callable[[]
     rows = []
     for name, seconds in samples.items():
         kernels = comparison.chosen.get(name)
-        ran = [f"{row.op}={row.backend}" for row in kernels.attestation()] if kernels is not None else []
+        ran = [row.in_words() for row in kernels.attestation()] if kernels is not None else []
         rows.append(bench.Row.of(case, name, "us", [1e6 * s / comparison.calls for s in seconds], attested=ran))
     for name, seconds in samples.items():
         if name != plain:

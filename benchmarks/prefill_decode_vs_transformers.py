@@ -76,7 +76,7 @@ class Workbench:
         return self.model(ids).cache
 
     def attested(self, tokens: str) -> list[str]:
-        return [f"{row.op}={row.backend}" for row in self.model.kernels.attestation() if row.tokens == tokens]
+        return [row.in_words() for row in self.model.kernels.attestation() if row.tokens == tokens]
 
 
 class Transformers:

@@ -227,6 +227,21 @@ def test_calls_before_a_replacement_stay_with_who_served_them(operations):
     assert kernels.attestation() == []
 
 
+def test_a_row_in_words_leaves_nothing_out(operations):
+    register_backend("linear", "absent", Flaky("linear", 0).run, lambda call: "libtoy.so:\n cannot open")
+    put_first(operations, "linear", Flaky("linear", 9).run)
+    toys = operations["linear"]
+    operations["linear"] = Operation("linear", toys.backends, lambda call: ("absent", *toys.automatic_order(call)))
+    kernels = Kernels(strict=False)
+    with pytest.warns(BackendWarning):
+        CALLS["linear"](kernels)
+    assert row_of(kernels, "linear").in_words() == (
+        "linear=torch_linear in float32, 1 call of 2 and more tokens: first of the automatic order for 3 tokens on cpu "
+        "that can serve; refused: absent: libtoy.so: cannot open; took the place of toy, which failed twice at call: "
+        "RuntimeError: no kernel image is available; 1 repeated after a failure"
+    )
+
+
 def test_where_none_is_left_the_error_lists_all(operations):
     operations["linear"] = Operation("linear", {}, lambda call: ("toy",))
     register_backend("linear", "toy", Flaky("linear", 9).run, lambda call: None)

@@ -146,7 +146,8 @@ def test_a_result_file_has_every_comparison_and_only_prints_with_only(script, tm
     }
     assert recovered == {"plain step": 0.0, "step with recovery": 1.0}
     attested = [row["attested"] for row in result["rows"] if row["backend"] == "torch_sized" and row["unit"] == "us"]
-    assert attested and "experts=torch_sized" in attested[0]
+    ran = [text for text in attested[0] if text.startswith("experts=torch_sized in float32, ")]
+    assert len(ran) == 1 and re.search(r", \d+ calls of 2 and more tokens: named by the user$", ran[0])
     assert all(re.search(r"\d", json.dumps(row["median"])) for row in result["rows"])
 
 

@@ -61,6 +61,19 @@ class Attestation:
     routed: int = 0
     cast: int = 0
 
+    def in_words(self) -> str:
+        """``linear=torch_onednn in float32, 40 calls of 2 and more tokens: named by the user; refused: ...``."""
+        calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
+        counts = {"repeated after a failure": self.retries, "routed": self.routed, "with inputs cast": self.cast}
+        parts = [
+            self.reason,
+            *(f"refused: {name}: {why}" for name, why in self.refused if (name, why) not in self.replaced),
+            *(f"took the place of {name}, which {error}" for name, error in self.replaced),
+            *(f"{count} {what}" for what, count in counts.items() if count),
+        ]
+        tokens = f"{self.tokens} token{'' if self.tokens == '1' else 's'}"
+        return one_line(f"{self.op}={self.backend} in {self.dtype}, {calls} of {tokens}: {'; '.join(parts)}")
+
     def to_json(self) -> dict[str, object]:
         """Plain JSON values; what did not happen is left out."""
         row: dict[str, object] = {
