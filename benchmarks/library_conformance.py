@@ -1,41 +1,52 @@
 """The libraries' backends on this machine: held to their contracts, then to the real shapes, then timed beside ours.
 
-    python benchmarks/library_conformance.py --device cuda [--backend fla] [--op experts] [--out FILE]
+    python benchmarks/library_conformance.py --device cuda [--backend fla] [--op experts] [--out FOLDER]
 
 One line for each op and backend: passed, refused (with the reason) or failed (with the first failure). Real shapes are
 those of Qwen3.6-35B-A3B in bfloat16 (float16 for a vendor's modules), one token and a prefill, against the arbiter in
 float64 on the same values; what is not within the contract's limit there is wrong and not timed. Times are medians of
 CUDA events around single calls, sides interleaved, the second-level cache flushed before each; ours is what the
 automatic order takes. Of the contract the cases of the heads that libraries are built for are run by default, since a
-kernel that is compiled for each shape takes minutes for all of them: `--all-cases` runs them. `--out` writes everything
-as JSON.
+kernel that is compiled for each shape takes minutes for all of them: `--all-cases` runs them, `--skip-contract` runs
+the real shapes alone. `--out` writes library_conformance.HARDWARE.json into a folder; until then what is over is kept
+there line by line, so that a run that is stopped loses nothing of it, and the same command goes on after it.
 """
 
 import argparse
-import json
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench import bench
 from workbench.bench import interleave, spread
 from workbench.errors import WorkbenchError, one_line
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import relative_error
-from workbench.kernels.conformance import CONTRACTS, conform
+from workbench.kernels.conformance import CONTRACTS, PASSED, conform
 from workbench.kernels.contract import Contract
 from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec as rule_spec
 from workbench.kernels.registry import OPERATIONS, Backend, Call
 from workbench.kernels.requirements import dtype_name
 from workbench.numerics import resolve_policy
-from workbench.provenance import commit, versions
+from workbench.provenance import commit
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "library_conformance"
+#: Distributions that the backends' functions and kernels come from, recorded as far as they are installed.
+PEERS = (
+    "causal-conv1d", "fla-core", "flash-attn", "flash-linear-attention", "flash-qla", "flashinfer-python",
+    "nvidia-cutlass-dsl", "tilelang", "triton", "vllm",
+)  # fmt: skip
+#: Gate of the result file: what is over its limit is told as wrong, or as a failed check, and never timed.
+METRIC = "error of a value that counts as right over its contract's limit"
 
 #: Backends that are no code of ours.
 FOREIGN = (
@@ -175,59 +186,127 @@ def held_to_its_contract(op: str, name: str, options: argparse.Namespace) -> dic
     started = time.perf_counter()
     found = conform(op, name, device=options.device, cases=cases, dtypes=dtypes)
     counts = found.counts().get("value against the arbiter", {})
+    shares = (row.error / row.limit for row in found.rows if row.outcome == PASSED and row.error and row.limit)
     return {
         "op": op, "backend": name, "outcome": found.outcome, "reason": found.reason, "values": counts,
-        "seconds": round(time.perf_counter() - started, 1),
-        "failures": [str(row) for row in found.failures][:20],
+        "seconds": round(time.perf_counter() - started, 1), "share": max(shares, default=0.0),
+        "failed_checks": len(found.failures), "failures": [str(row) for row in found.failures][:20],
     }  # fmt: skip
 
 
-def at_real_shapes(op: str, names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def at_real_shapes(
+    op: str, names: Sequence[str], tokens: int, dtype: torch.dtype, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Each backend at the model's sizes: right or not, and where it is, its time beside ours."""
     contract, sizes = CONTRACTS[op], TINY if options.tiny else REAL
-    for tokens in options.tokens:
-        arguments = real_calls(op, sizes, tokens)
-        for dtype in (torch.bfloat16, torch.float16):
-            of_dtype = [name for name in names if dtype in (OPERATIONS[op].backends[name].requires.dtypes or (dtype,))]
-            if dtype == torch.float16:  # only what bfloat16 does not show
-                of_dtype = [n for n in of_dtype if torch.bfloat16 not in OPERATIONS[op].backends[n].requires.dtypes]
-            if not of_dtype or (op == "alignment" and dtype == torch.float16):
-                continue
-            given = contract.cast(arguments, dtype, options.device)
-            expected = called(contract, Kernels({op: "reference"}), contract.cast(given, torch.float64, options.device))
-            runs: dict[str, Callable[[], Any]] = {}
-            rows: list[dict[str, Any]] = []
-            for name in of_dtype:
-                kernels = Kernels({op: name})
-                row = {"op": op, "backend": name, "tokens": tokens, "dtype": dtype_name(dtype)}
-                rows.append(row)
-                try:
-                    with torch.inference_mode():
-                        found = called(contract, kernels, given)
-                except WorkbenchError as error:  # refused, or failed with the library's own text: both are the answer
-                    is_refused = "was asked for and cannot serve this call" in str(error)
-                    row |= {"outcome": "refused" if is_refused else "failed", "reason": one_line(str(error))}
-                    continue
-                shares = errors(contract, OPERATIONS[op].backends[name], found, expected, dtype)
-                is_right = max(shares.values()) <= 1.0
-                row |= {"outcome": "right" if is_right else "wrong", "error_over_limit": shares}
-                if is_right:
-                    runs[name] = lambda kernels=kernels, given=given: called(contract, kernels, given)
-            automatic = Kernels()
+    given = contract.cast(real_calls(op, sizes, tokens), dtype, options.device)
+    expected = called(contract, Kernels({op: "reference"}), contract.cast(given, torch.float64, options.device))
+    runs: dict[str, Callable[[], Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        kernels = Kernels({op: name})
+        row = {"op": op, "backend": name, "tokens": tokens, "dtype": dtype_name(dtype)}
+        rows.append(row)
+        try:
             with torch.inference_mode():
-                called(contract, automatic, given)
-            own = next(row.backend for row in automatic.attestation() if row.op == op)
-            runs["ours"] = lambda automatic=automatic, given=given: called(contract, automatic, given)
-            samples = timed(runs, options.device, options.rounds) if len(runs) > 1 else {}
-            for row in rows:
-                if row["backend"] in samples:
-                    microseconds, ours = samples[row["backend"]], samples["ours"]
-                    median, iqr = spread(microseconds)
-                    row |= {
-                        "us": median, "iqr_us": iqr, "n": len(microseconds), "ours": own,
-                        "ours_us": statistics.median(ours), "ours_over_it": statistics.median(ours) / median,
-                    }  # fmt: skip
-                yield row
+                found = called(contract, kernels, given)
+        except WorkbenchError as error:  # refused, or failed with the library's own text: both are the answer
+            is_refused = "was asked for and cannot serve this call" in str(error)
+            row |= {"outcome": "refused" if is_refused else "failed", "reason": one_line(str(error))}
+            continue
+        shares = errors(contract, OPERATIONS[op].backends[name], found, expected, dtype)
+        is_right = max(shares.values()) <= 1.0
+        row |= {"outcome": "right" if is_right else "wrong", "error_over_limit": shares, "ran": ran(kernels)}
+        if is_right:
+            runs[name] = lambda kernels=kernels: called(contract, kernels, given)
+    if not runs:
+        return rows
+    automatic = Kernels()
+    with torch.inference_mode():
+        called(contract, automatic, given)
+    own = next(row.backend for row in automatic.attestation() if row.op == op)
+    beside = ", ".join(runs)
+    samples = timed(runs | {"ours": lambda: called(contract, automatic, given)}, options.device, options.rounds)
+    ours_us, ours_iqr_us = spread(samples["ours"])
+    for row in rows:
+        if row["backend"] in runs:
+            median, iqr = spread(samples[row["backend"]])
+            row |= {
+                "us": median, "iqr_us": iqr, "n": len(samples["ours"]), "ours": own, "ours_us": ours_us,
+                "ours_iqr_us": ours_iqr_us, "ours_over_it": ours_us / median, "beside": beside,
+                "ours_ran": ran(automatic),
+            }  # fmt: skip
+    return rows
+
+
+def ran(kernels: Kernels) -> list[str]:
+    """What served the ops, as attested."""
+    return [f"{row.op}={row.backend}" for row in kernels.attestation()]
+
+
+def dtypes_of(op: str, names: Iterable[str]) -> dict[torch.dtype, list[str]]:
+    """The dtypes to call an op in, with the backends: bfloat16, and float16 for those that do not take it."""
+    taken = {name: OPERATIONS[op].backends[name].requires.dtypes for name in names}
+    found = {
+        torch.bfloat16: [name for name, dtypes in taken.items() if not dtypes or torch.bfloat16 in dtypes],
+        torch.float16: [n for n, dtypes in taken.items() if torch.float16 in dtypes and torch.bfloat16 not in dtypes],
+    }
+    return {dtype: of_dtype for dtype, of_dtype in found.items() if of_dtype}
+
+
+def result_rows(rows: Iterable[dict[str, Any]]) -> list[bench.Row]:
+    """Rows of a result file: times of the library and of ours beside it, errors, and counts of the contract."""
+    found: dict[tuple[str, str, str], bench.Row] = {}
+
+    def add(case: str, backend: str, unit: str, median: float, iqr: float, n: int, attested: Sequence[str] = ()):
+        found[case, backend, unit] = bench.Row(case, backend, unit, median, iqr, n, None, tuple(attested))
+
+    for row in rows:
+        case, name = case_of(row), row["backend"]
+        if "tokens" not in row:
+            if row.get("values"):
+                add(case, name, "values right", row["values"]["passed"], 0.0, 1)
+                add(case, name, "failed checks", row["failed_checks"], 0.0, 1)
+            continue
+        if row["outcome"] == "right":
+            add(case, name, "error over its limit", max(row["error_over_limit"].values()), 0.0, 1, row["ran"])
+        if "us" in row:
+            add(case, name, "us", row["us"], row["iqr_us"], row["n"], row["ran"])
+            add(case, f"{row['ours']} (beside {row['beside']})", "us", row["ours_us"], row["ours_iqr_us"], row["n"],
+                row["ours_ran"])  # fmt: skip
+    return list(found.values())
+
+
+def case_of(row: dict[str, Any]) -> str:
+    if "tokens" not in row:
+        return f"{row['op']}: contract"
+    return f"{row['op']}, {row['tokens']} token{'' if row['tokens'] == 1 else 's'}, {row['dtype']}"
+
+
+def without_a_time(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Case and backend -> what was refused, failed or wrong, with the reason."""
+    return {
+        f"{case_of(row)}: {row['backend']}": f"{row['outcome']}: {row.get('reason') or row.get('error_over_limit')}"
+        for row in rows if row["outcome"] in ("refused", "failed", "wrong")
+    }  # fmt: skip
+
+
+def worst_share(rows: Iterable[dict[str, Any]]) -> float:
+    """The value of METRIC."""
+    shares = [row.get("share", 0.0) for row in rows]
+    shares += [max(row["error_over_limit"].values()) for row in rows if row["outcome"] == "right"]
+    return max(shares, default=0.0)
+
+
+def installed_peers() -> list[str]:
+    found = []
+    for name in PEERS:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        found.append(name)
+    return found
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -257,43 +336,83 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the contract, only this one: "
                         "fewer kernels to compile; the real shapes stay as they are")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small sizes in the place of the model's")
-    parser.add_argument("--out", type=Path, help="write everything as JSON to this file")
+    parser.add_argument("--skip-contract", action="store_true", help="only the real shapes")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the result file into this folder")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("library_conformance: expected a CUDA device, found none; next: --device cpu, which shows the refusals",
               file=sys.stderr)  # fmt: skip
         return 2
+    kept = None if options.out is None else unfinished(options)
     rows: list[dict[str, Any]] = []
 
-    def tell(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(shown(row), flush=True)
-        if options.out is not None:  # after every line: a run that is cut off keeps what it has
-            head, dirty = commit(Path(__file__).resolve().parent)
-            content = {
-                "commit": head, "dirty": dirty, "versions": versions(), "device": _device(options.device), "rows": rows
-            }  # fmt: skip
-            options.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    def over(key: str, measure: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The rows of one part, kept as soon as they are there; not measured again where a stopped run has them."""
+        found = kept.done[key] if kept is not None and key in kept.done else measure()
+        if kept is not None and key not in kept.done:
+            kept.add(key, found)
+        rows.extend(found)
+        for row in found:
+            print(shown(row), flush=True)
+        return found
 
     for op, operation in OPERATIONS.items():
-        names = [n for n in operation.backends if n in FOREIGN and n in (options.backend or FOREIGN)]
         if options.op and op not in options.op:
             continue
         present = []
-        for name in names:
-            row = held_to_its_contract(op, name, options)
-            tell(row)
+        for name in operation.backends:
+            if name not in (options.backend or FOREIGN) or name not in FOREIGN:
+                continue
+            if options.skip_contract and refusal(op, name, options.device) is None:
+                present.append(name)
+                continue
+            (row,) = over(f"{op}: {name}", lambda op=op, name=name: [held_to_its_contract(op, name, options)])
             if row["outcome"] != "refused" or row.get("values"):
                 present.append(name)
-        if present:
-            for row in at_real_shapes(op, present, options):
-                tell(row)
+        for tokens in options.tokens:
+            for dtype, names in dtypes_of(op, present).items():
+                over(
+                    f"{op}: {tokens} in {dtype_name(dtype)}",
+                    lambda op=op, names=names, tokens=tokens, dtype=dtype: at_real_shapes(
+                        op, names, tokens, dtype, options
+                    ),
+                )
+    if kept is not None:
+        finish(rows, kept, options)
     return int(any(row["outcome"] in ("failed", "wrong") for row in rows))
 
 
-def _device(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+def unfinished(options: argparse.Namespace) -> bench.Unfinished:
+    """What a stopped run of the same command, commit, versions and device has left in the folder."""
+    head, dirty = commit(ROOT)
+    measured = {name: value for name, value in vars(options).items() if name != "out"} | {
+        "commit": head, "dirty": dirty, "hardware": bench.hardware(options.device),
+        "versions": {name: metadata.version(name) for name in installed_peers()},
+    }  # fmt: skip
+    return bench.Unfinished(options.out, NAME, measured, lambda line: print(line, file=sys.stderr))
+
+
+def finish(rows: list[dict[str, Any]], kept: bench.Unfinished, options: argparse.Namespace) -> None:
+    """Write the result file; without a row that was served there is none, and what is kept goes."""
+    found = result_rows(rows)
+    if found:
+        clock = "CUDA events around single calls, second-level cache flushed" if options.device == "cuda" else "wall"
+        path = bench.write_result(
+            options.out, NAME, bench.Correctness(METRIC, worst_share(rows), 1.0), found, project=ROOT,
+            device=options.device, peers=installed_peers(),
+            conditions={
+                "clock": clock, "shape": TINY if options.tiny else REAL, "not_timed": without_a_time(rows),
+            },
+        )  # fmt: skip
+        print(path)
+    else:
+        print("library_conformance: no backend served a call: no result file", file=sys.stderr)
+    kept.remove()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        sys.exit(main())
+    except WorkbenchError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from stand_ins import libraries, modules
 
+from workbench import bench
 from workbench.errors import BackendError, BackendFailure
 from workbench.kernels import Kernels, registry
 from workbench.kernels.agreement import relative_error
@@ -356,17 +357,62 @@ def script(monkeypatch, installed):
 @pytest.mark.parametrize("op", list(OPERATIONS))
 def test_the_script_for_a_gpu_says_what_is_right_and_times_it(script, capsys, tmp_path, op):
     names = [name for of, name in BACKENDS if of == op]
-    target = tmp_path / "found.json"
-    options = ["--tokens", "1", "5", "--rounds", "2", "--out", str(target)]
+    options = ["--tokens", "1", "5", "--rounds", "2", "--out", str(tmp_path)]
     code = script.main(["--device", "cpu", "--tiny", "--op", op, *options])
-    rows = json.loads(target.read_text())["rows"]
-    assert code == 0 and len(capsys.readouterr().out.splitlines()) == len(rows)
-    assert {row["backend"] for row in rows if row["outcome"] == "passed"} == set(names)
-    for row in rows:
-        if "tokens" in row:
-            no_decode = op == rule_spec.OP and row["backend"] in ("flash_qla", "flashinfer") and row["tokens"] == 1
-            assert row["outcome"] == ("refused" if no_decode else "right"), row
-            assert no_decode or (row["us"] > 0 and row["n"] == 2 and row["ours"].startswith("torch_"))
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    if not names:
+        assert all(" refused: " in line for line in lines) and not list(tmp_path.iterdir())
+        return
+    (path,) = tmp_path.iterdir()  # nothing unfinished is left
+    assert lines[-1] == str(path) and path.name == "library_conformance.cpu.json"
+    result = bench.read_result(path)
+    assert 0.0 <= result["correctness"]["value"] <= 1.0
+    rows = {(row["case"], row["backend"], row["unit"]): row for row in result["rows"]}
+    for name in names:
+        assert rows[f"{op}: contract", name, "values right"]["median"] > 0
+        assert rows[f"{op}: contract", name, "failed checks"]["median"] == 0
+        for words in ("1 token", "5 tokens"):
+            case = f"{op}, {words}, bfloat16"
+            if op == rule_spec.OP and name in ("flash_qla", "flashinfer") and words == "1 token":
+                assert "refused: " in result["hardware"]["not_timed"][f"{case}: {name}"]
+                assert (case, name, "us") not in rows
+                continue
+            row = rows[case, name, "us"]
+            assert row["median"] > 0 and row["n"] == 2 and row["attested"] == [f"{op}={name}"]
+            assert rows[case, name, "error over its limit"]["median"] <= 1.0
+            (ours,) = [r for (of, side, _), r in rows.items() if of == case and side.startswith("torch_")]
+            assert name in ours["backend"] and f"{op}={ours['backend'].split()[0]}" in ours["attested"]
+
+
+def test_a_stopped_run_of_the_script_keeps_what_is_over_and_goes_on(script, monkeypatch, capsys, tmp_path):
+    arguments = ["--device", "cpu", "--tiny", "--op", "rms_norm", "--tokens", "1", "--rounds", "2", "--out",
+                 str(tmp_path)]  # fmt: skip
+    inner, asked = script.at_real_shapes, []
+
+    def stopped(*of):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "at_real_shapes", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(arguments)
+    (path,) = tmp_path.iterdir()
+    assert list(json.loads(path.read_text())["done"]) == ["rms_norm: flashinfer", "rms_norm: vllm"]
+    monkeypatch.setattr(script, "at_real_shapes", inner)
+    monkeypatch.setattr(script, "held_to_its_contract", lambda *of: asked.append(of))
+    assert script.main(arguments) == 0 and not asked
+    told = capsys.readouterr()
+    assert "going on after 2 cases" in told.err
+    (path,) = tmp_path.iterdir()
+    assert ("rms_norm: contract", "vllm") in {(row["case"], row["backend"]) for row in bench.read_result(path)["rows"]}
+
+
+def test_the_script_runs_real_shapes_alone(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "conform", None)
+    arguments = ["--device", "cpu", "--tiny", "--op", "rms_norm", "--tokens", "1", "--rounds", "2", "--skip-contract"]
+    assert script.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("1 tokens bfloat16  right" in line for line in lines)
 
 
 def test_the_script_tells_what_is_wrong_and_does_not_time_it(script, monkeypatch, capsys):
