@@ -22,8 +22,10 @@ from small_checkpoint import write_small_checkpoint
 
 import workbench
 from workbench import sweeps
+from workbench.cards import card_named
 from workbench.config import ModelConfig
 from workbench.errors import BackendError, InputError, PolicyError, WorkbenchError
+from workbench.kernels import Kernels
 from workbench.kernels.gated_delta_rule import spec
 from workbench.model import CausalLM
 from workbench.numerics import PRESETS, Clamp, NumericsPolicy
@@ -72,13 +74,22 @@ def example(**settings) -> dict[str, torch.Tensor]:
 def test_every_combination_is_one_row_in_the_order_of_the_axes():
     grid = {"length": [16, 80], "policy": ["safe", "segsum"], "chunk": [16, 64], "dtype": ["float32", "bfloat16"]}
     frame = workbench.sweep(example(), grid, ["finite", "error_out"])
-    assert list(frame.columns) == ["policy", "chunk", "dtype", "length", "finite", "error_out", "error"]
+    assert list(frame.columns) == ["policy", "chunk", "dtype", "length", "finite", "error_out", "ran", "error"]
+    assert frame["ran"].str.fullmatch(
+        r"gated_delta_rule=torch_chunk in b?float(16|32), 1 call of 2 and more tokens: first of the automatic order .*"
+    ).all()
     assert len(frame) == 16 and not frame[["policy", "chunk", "dtype", "length"]].duplicated().any()
     assert frame["policy"].tolist() == ["safe"] * 8 + ["segsum"] * 8
     assert frame["length"].tolist() == [16, 80] * 8
     assert (frame["finite"] == 1.0).all() and frame["error"].isna().all()
     wide = frame["dtype"] == "float32"
     assert (frame["error_out"][wide] < 1e-6).all() and (frame["error_out"][~wide] > 1e-4).all()
+
+
+def test_the_errors_of_a_layer_are_those_of_the_rehearsed_card():
+    kernels = Kernels(card=card_named("bi-v100"))
+    sweeps._errors(kernels, example())
+    assert {row.op for row in kernels.rehearsed} == {"gated_delta_rule"}
 
 
 def test_a_card_is_rehearsed_in_every_cell_and_part_of_what_a_cell_is_known_by(checkpoint, tmp_path, measured):
@@ -111,7 +122,7 @@ def test_tensors_past_the_limit_say_where_they_break():
 def test_a_model_is_measured_against_its_safe_policy(model):
     grid = {"policy": ["safe", "segsum", "clamp_cumsum_20", "factored"], "length": [80]}
     frame = sweep(model, grid, ids=IDS).set_index("policy")
-    assert list(frame.columns[3:-1]) == [name for name in METRICS if name not in sweeps.NAMED_ONLY]
+    assert list(frame.columns[3:-2]) == [name for name in METRICS if name not in sweeps.NAMED_ONLY]
     assert frame.loc["safe", ["kl", "flips", "finite"]].tolist() == [0.0, 0.0, 1.0]
     assert abs(frame.loc["segsum", "kl"]) < 1e-8 and frame.loc["segsum", "error_out"] < 3e-6
     assert frame.loc["clamp_cumsum_20", "kl"] > 1e-6 and frame.loc["clamp_cumsum_20", "error_out"] > 0.1
@@ -266,7 +277,7 @@ def test_no_row_stands_under_a_policy_that_did_not_run(backend):
     frame = sweep(example(log_decay=-1.0), {"policy": list(PRESETS)}, ["error_out"], backend=backend)
     ran = frame["error"].isna()
     assert frame["policy"][ran].tolist() == ["safe", "segsum"]
-    assert frame["error"][~ran].str.startswith("BackendError: op gated_delta_rule: ").all()
+    assert frame["error"][~ran].str.startswith("Unserved: op gated_delta_rule: ").all()
     assert frame["error"][~ran].str.endswith("use torch_chunk").all()
 
 
@@ -374,6 +385,8 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, measured):
     assert [(done, total) for done, total, _ in seen] == [(2, 3), (3, 3)]
     assert seen[0][2] is None and seen[1][2]["policy"] == "midpoint" and seen[1][2]["finite"] == 1.0
     assert [json.loads(line)["policy"] for line in file.read_text().splitlines()] == ["safe", "segsum", "midpoint"]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all("gated_delta_rule=torch_chunk" in text for row in rows for text in row["ran"]) and rows[0]["ran"]
 
 
 @pytest.mark.parametrize("line", ["notes on a sweep", "[1]", '{"key": "a"}', '{"key": 1, "values": {}, "error": null}'])
@@ -402,7 +415,7 @@ def test_a_failing_cell_is_a_row_with_its_error_and_is_tried_again(tmp_path, mea
 def test_what_a_backend_refuses_and_what_torch_cannot_do_are_rows(monkeypatch):
     grid = {"policy": ["safe", "clamp_cumsum_20"]}
     frame = sweep(example(), grid, ["finite"], backend="torch_recurrent")
-    assert pd.isna(frame["error"][0]) and frame["error"][1].startswith("BackendError: op gated_delta_rule: ")
+    assert pd.isna(frame["error"][0]) and frame["error"][1].startswith("Unserved: op gated_delta_rule: ")
 
     def exhausted(*args, **options):
         raise RuntimeError("out of\nmemory")

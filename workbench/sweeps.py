@@ -44,7 +44,7 @@ from workbench.analysis.runs import using_policy
 from workbench.cards import Card, card_named
 from workbench.dialogue import DATA, fixed_dialogues
 from workbench.errors import InputError, WorkbenchError, one_line
-from workbench.kernels import Kernels
+from workbench.kernels import Attestation, Kernels
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.reference import oracle
 from workbench.kernels.registry import parse_selection
@@ -151,7 +151,9 @@ def sweep(
     device: str | torch.device = "cpu",
     card: Card | str | None = None,
 ) -> pd.DataFrame:
-    """Measure every cell of `grid`; one row a cell: policy, chunk, dtype, length, each metric, error.
+    """Measure every cell of `grid`; one row a cell: policy, chunk, dtype, length, each metric, ran, error.
+
+    `ran` says which backend served each op of the cell's own pass, how often, why, and what was refused before it.
 
     target    a checkpoint's path or a CausalLM without a tap; or the tensors of one gated delta rule, as a .safetensors
               or .npz file or a mapping: q, k, v, log_decay (or g), beta, perhaps initial_state, shapes of its `spec`
@@ -269,12 +271,13 @@ def chosen_metrics(metrics: Sequence[str] | None, source: Source) -> list[str]:
 
 def _frame(rows: Iterable[tuple[Cell, dict[str, Any]]], metrics: Sequence[str]) -> pd.DataFrame:
     frame = pd.DataFrame([
-        cell.labels | {name: outcome["values"].get(name) for name in metrics} | {"error": outcome["error"]}
+        cell.labels | {name: outcome["values"].get(name) for name in metrics}
+        | {"ran": "; ".join(outcome["ran"]) or None, "error": outcome["error"]}
         for cell, outcome in rows
     ])  # fmt: skip
     kinds = {"first_bad": "string", "peak_bytes": "Int64"}
     kinds = {name: kinds.get(name, "float64") for name in metrics}
-    return frame.astype({"policy": "string", "dtype": "string", **kinds, "error": "string"})
+    return frame.astype({"policy": "string", "dtype": "string", **kinds, "ran": "string", "error": "string"})
 
 
 # ============================================================================================================
@@ -449,13 +452,14 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def _measure(key: str, source: Source, cell: Cell, metrics: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Key and outcome of one cell: `values` by metric, or the `error` that it ended with."""
+    """Key and outcome of one cell: `values` by metric and what `ran`, or the `error` that it ended with."""
     with _ONE_AT_A_TIME, torch.inference_mode():
         try:
-            values = (_measure_model if source.tensors is None else _measure_tensors)(source, cell, metrics)
+            values, rows = (_measure_model if source.tensors is None else _measure_tensors)(source, cell, metrics)
         except (WorkbenchError, RuntimeError, MemoryError) as error:  # torch reports what it cannot do by the second
-            return key, {"values": {}, "error": one_line(f"{type(error).__name__}: {error}")[:500]}
-    return key, {"values": {name: _plain(values[name]) for name in metrics}, "error": None}
+            return key, {"values": {}, "ran": [], "error": one_line(f"{type(error).__name__}: {error}")[:500]}
+    ran = [row.in_words() for row in rows]
+    return key, {"values": {name: _plain(values[name]) for name in metrics}, "ran": ran, "error": None}
 
 
 def _plain(value: Any) -> Any:
@@ -471,7 +475,8 @@ def _keep(kind: str, key: tuple, make: Callable[[], Any]) -> Any:
     return _KEPT[kind][1]
 
 
-def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[str, Any]:
+def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> tuple[dict[str, Any], list[Attestation]]:
+    """(the metrics, what served the traced pass)."""
     if len(source.ids) < cell.length:
         raise InputError(f"length: expected at most the {len(source.ids)} tokens of the text, found {cell.length}")
 
@@ -495,6 +500,7 @@ def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[s
     has_errors = not {"error_out", "error_state"}.isdisjoint(metrics)
     with trace(model, parity.KEEP_DELTA_RULE_INPUTS if has_errors else ()) as seen:
         logits = forward()
+    ran = model.kernels.attestation()
     bad = nans.first_bad(seen.table)
     values: dict[str, Any] = {
         "finite": torch.isfinite(logits).double().mean().item(), "first_bad": None if bad is None else bad["tap"]
@@ -511,12 +517,14 @@ def _measure_model(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[s
     if "dialogue" in metrics:
         score = quality.dialogue_score(model, _tokenizer(source.tokenizer), fixed_dialogues(20))
         values["dialogue"] = score.share
-    return values | _costs(forward, model.device, metrics)
+    return values | _costs(forward, model.device, metrics), ran
 
 
 def _errors(kernels: Kernels, inputs: Mapping[str, Tensor]) -> tuple[float, float]:
     """Errors of output and state on the inputs of one layer; inf where those are not finite themselves."""
-    found, exact = kernels.gated_delta_rule(**inputs), oracle(**inputs)
+    with kernels.rehearsal():  # the arbiter is no part of it
+        found = kernels.gated_delta_rule(**inputs)
+    exact = oracle(**inputs)
     return parity.error(found[0], exact[0]), parity.error(found[1], exact[1])
 
 
@@ -553,7 +561,8 @@ class FirstBad:
         return self
 
 
-def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> dict[str, Any]:
+def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> tuple[dict[str, Any], list[Attestation]]:
+    """(the metrics, what served the op)."""
     inputs = _inputs(source, cell)
     kernels = Kernels(source.backend, cell.numerics, card=source.card)
     watch = FirstBad()
@@ -561,6 +570,7 @@ def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> dict
         watch(tap, inputs[argument])
     with kernels.rehearsal():  # as a model calls it: named_tensors has read the gates
         out, state = kernels.gated_delta_rule(**inputs, tap=kernels.watched_by(watch))
+    ran = kernels.attestation()
     watch(taps.GDN_STATE, state)
     watch(taps.GDN_OUT, out)
     values: dict[str, Any] = {"finite": torch.isfinite(out).double().mean().item(), "first_bad": watch.name}
@@ -568,7 +578,7 @@ def _measure_tensors(source: Source, cell: Cell, metrics: Sequence[str]) -> dict
         exact = _keep("oracle", (source.digest, cell.dtype, cell.length, source.device), lambda: oracle(**inputs))
         values["error_out"], values["error_state"] = parity.error(out, exact[0]), parity.error(state, exact[1])
     call: Callable[[], Any] = lambda: kernels.gated_delta_rule(**inputs)  # noqa: E731
-    return values | _costs(call, inputs["q"].device, metrics)
+    return values | _costs(call, inputs["q"].device, metrics), ran
 
 
 def _inputs(source: Source, cell: Cell) -> dict[str, Tensor]:
@@ -706,7 +716,7 @@ def _on_cluster(cluster: str) -> Iterator[None]:
 
 
 class _Record:
-    """The file of finished cells: one JSON object a line, {key, policy, chunk, dtype, length, values, error}."""
+    """The file of finished cells: one JSON object a line, {key, policy, chunk, dtype, length, values, ran, error}."""
 
     def __init__(self, path: Path, rows: dict[str, dict[str, Any]], file: Any):
         self.path, self.rows, self._file = path, rows, file
@@ -731,8 +741,9 @@ class _Record:
         for number, line in enumerate(content.splitlines(), start=1):
             try:
                 row = json.loads(line)
-                key, outcome = row["key"], {"values": row["values"], "error": row["error"]}
-                if not isinstance(key, str) or not isinstance(row["values"], dict):
+                # Files of before have not said what ran.
+                key, outcome = row["key"], {"values": row["values"], "ran": row.get("ran", []), "error": row["error"]}
+                if not isinstance(key, str) or not isinstance(row["values"], dict) or type(outcome["ran"]) is not list:
                     raise TypeError("another type of key or values")
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise InputError(

@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     failed = frame["error"].notna()
     shown = frame.astype(object).where(frame.notna(), None)
     # Printed first: whatever happens to a file by now, the table is seen.
-    print(text_table(shown if failed.any() else shown.drop(columns="error"), FORMATS), flush=True)
+    wide = ["ran", *([] if failed.any() else ["error"])]  # sentences: in the files
+    print(text_table(shown.drop(columns=wide), FORMATS), flush=True)
     for file in options.out:
         sweeps.write_sweep(frame, file)
     if Path(options.target).is_dir() and not failed.all():
