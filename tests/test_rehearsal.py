@@ -297,6 +297,14 @@ def test_a_dtype_without_arithmetic_or_rule_is_named_with_the_tensor(narrowing):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["bi-v100", "v100", "t4", "a100", "h200", "cpu"])
+@pytest.mark.parametrize("product", [torch.mm, lambda a, b: torch._scaled_mm(a, b.T, torch.ones(()), torch.ones(()))])
+def test_products_of_eight_bits_are_refused_as_no_profile_knows_them(name, product):
+    a = torch.eye(16).to(torch.float8_e4m3fn)
+    with Rehearsal(card_named(name)), pytest.raises(DtypeViolation, match=r"self \[16, 16\].* in float8_e4m3fn: card "):
+        product(a, a)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_entering_it_twice_counts_once(again):
     rehearsal = Rehearsal(BI_V100)

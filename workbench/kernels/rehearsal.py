@@ -46,7 +46,7 @@ MATMUL = "matmul"
 PRODUCTS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1, "aten::mv": 0,
     "aten::addmv": 1, "aten::dot": 0, "aten::vdot": 0, "aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0,
-    "aten::_addmm_activation": 1,
+    "aten::_addmm_activation": 1, "aten::_scaled_mm": 0, "aten::_scaled_grouped_mm": 0,
 }  # fmt: skip
 CONVOLUTIONS = frozenset({"aten::convolution", "aten::_convolution", "aten::mkldnn_convolution"})
 #: Operators that are the whole attention, with its two products inside.
