@@ -223,6 +223,8 @@ def test_calls_before_a_replacement_stay_with_who_served_them(operations):
     with pytest.warns(BackendWarning):
         CALLS["linear"](kernels)
     assert {row.backend: row.calls for row in kernels.attestation()} == {"toy": 2, "torch_linear": 1}
+    took_over = {row.backend: [name for name, _ in row.replaced] for row in kernels.attestation()}
+    assert took_over == {"toy": [], "torch_linear": ["toy"]}
     kernels.reset_attestation()
     assert kernels.attestation() == []
 

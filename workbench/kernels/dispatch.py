@@ -196,7 +196,7 @@ class Site:
 
     def _row(self) -> Attestation:
         resolution, call = self.resolution, self.call
-        replaced = tuple(self.failed.items())
+        replaced = tuple((name, why) for name, why in self.failed.items() if name != resolution.backend.name)
         return Attestation(
             call.op, resolution.backend.name, call.tensor_device, dtype_name(call.dtype),
             "1" if call.tokens == 1 else "2 and more", self.calls, resolution.reason, resolution.refused, self.retries,
