@@ -43,6 +43,8 @@ def test_worst_row_is_judged_by_the_largest_row():
 
 def test_logit_difference_and_first_bad_row():
     assert logit_difference(torch.tensor([1.0, -4.0]), torch.tensor([1.5, -5.0])) == pytest.approx(0.2)
+    assert logit_difference(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert logit_difference(torch.ones(2), torch.zeros(2)) == math.inf
     x = torch.ones(2, 5, 3)
     assert first_bad_row(x) is None
     x[1, 3, 0], x[0, 4, 1] = math.nan, math.inf

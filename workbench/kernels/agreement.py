@@ -64,8 +64,11 @@ def first_bad_row(x: Tensor) -> int | None:
 
 
 def logit_difference(logits: Tensor, reference: Tensor) -> float:
-    """max |logits - reference| / max |reference| over teacher-forced logits; inf where one is not finite."""
+    """max |logits - reference| / max |reference| over teacher-forced logits; 0 / 0 is 0, inf where one is not finite."""
     wide, reference = _compared(logits, reference)
     if not torch.isfinite(wide).all():
         return math.inf
-    return ((wide - reference).abs().max() / reference.abs().max()).item()
+    difference, size = (wide - reference).abs().max().item(), reference.abs().max().item()
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size > 0.0 else math.inf
