@@ -64,7 +64,7 @@ def first_bad_row(x: Tensor) -> int | None:
 
 
 def logit_difference(logits: Tensor, reference: Tensor) -> float:
-    """max |logits - reference| / max |reference| over teacher-forced logits; 0 / 0 is 0, inf where one is not finite."""
+    """max |logits - reference| / max |reference| over teacher-forced logits; 0 / 0 is 0, and not finite gives inf."""
     wide, reference = _compared(logits, reference)
     if not torch.isfinite(wide).all():
         return math.inf
