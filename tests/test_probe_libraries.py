@@ -5,6 +5,7 @@ import random
 import shutil
 import struct
 import subprocess
+import time
 
 import pytest
 from shared_objects import MATMUL, build, needs_compiler
@@ -222,3 +223,17 @@ def test_headers_tell_the_result(tmp_path):
     assert (declared.returns, declared.line) == ("at::Tensor&", 6) and "3 headers" in found.told()
     assert inventory([tmp_path], "absent").told().endswith("none declares it")
     assert inventory([], "absent").told() == "no header beside the library"
+
+
+def test_a_declaration_is_found_in_long_headers_at_once_and_on_its_own_line(tmp_path):
+    names = "\n".join(f"using type_{i} : std::pair<int, type_{i + 1}>," for i in range(4000))
+    text = (
+        f"{names}\nint last;\nMACRO(call(1))\n\n\n  static inline at::Tensor &\n  call(int a,\n       float b) noexcept;"
+        "\nstruct S { void call(int); };\nint x = call(2);\nreturn call(3);\n"
+    )
+    (tmp_path / "long.h").write_text(text)
+    begun = time.monotonic()
+    (declared,) = inventory([tmp_path], "call").declarations
+    assert time.monotonic() - begun < 1.0  # 0.01 s; with a pattern that begins at each line, more than ten
+    assert declared.returns == "at::Tensor&" and declared.line == 4005
+    assert declared.text == "static inline at::Tensor & call(int a, float b)"

@@ -169,7 +169,7 @@ def bridge_of(content: Mapping[str, Any], where: str = "bridge") -> Bridge:
 def read_bridges(path: Path) -> list[Bridge]:
     """The tables `[[bridge]]` of a TOML file; a `library` that is no absolute path is one from the file's folder."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: expected TOML, found what is none: {error}") from error
     tables = content.get("bridge")

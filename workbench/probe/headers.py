@@ -93,13 +93,24 @@ def _declarations(path: Path, name: str) -> list[Declaration]:
         return []
     # Comments become spaces of the same shape, so that line numbers stay.
     text = COMMENTS.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
-    pattern = rf"^[ \t]*((?:[\w:<>,\s\"]|[&*])+?)\b{re.escape(name)}\s*(\([^;{{]*\))\s*(?:noexcept\s*)?[;{{]"
+    # The call's own text first and what stands before it second: the other way round takes a time that grows with the
+    # square of a header's length.
+    pattern = rf"\b{re.escape(name)}(?=\s*(\([^;{{]*\))\s*(?:noexcept\s*)?[;{{])"
     found = []
-    for match in re.finditer(pattern, text, re.MULTILINE):
-        returns = type_name(SPECIFIERS.sub(" ", match.group(1)))
+    for match in re.finditer(pattern, text):
+        begin = match.start()
+        while begin and (text[begin - 1].isalnum() or text[begin - 1].isspace() or text[begin - 1] in '_:<>,"&*'):
+            begin -= 1
+        # A declaration begins a line: what shares one with the end of something else is none.
+        first_line = text.find("\n", begin, match.start()) + 1 if begin else 0
+        if begin and not first_line:
+            continue
+        written = text[first_line : match.start()]
+        returns = type_name(SPECIFIERS.sub(" ", written))
         if returns and returns.split()[-1] not in ("return", "new", "else"):
-            line = text.count("\n", 0, match.start(1)) + 1
-            found.append(Declaration(path, line, " ".join(f"{match.group(1)}{name}{match.group(2)}".split()), returns))
+            start = first_line + len(written) - len(written.lstrip())
+            line = text.count("\n", 0, start) + 1
+            found.append(Declaration(path, line, " ".join(f"{written}{name}{match.group(1)}".split()), returns))
     return found
 
 

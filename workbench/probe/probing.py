@@ -99,8 +99,8 @@ def register_bridges(
     own = VendorSteps(device, find_libraries(search)[0] if search else [], search, patience_s, lambda name: None)
     for step in own.registered_bridges(bridges):
         if step.outcome != PASS:
-            lines = "; ".join(step.details)
-            raise BackendError(f"{step.name}: {step.found}; {lines}; next: {step.next_step}")
+            told = "; ".join([step.found, *step.details])
+            raise BackendError(f"{step.name}: {told}; next: {step.next_step}")
     return own.registered
 
 
