@@ -228,7 +228,7 @@ def test_headers_tell_the_result(tmp_path):
 def test_a_declaration_is_found_in_long_headers_at_once_and_on_its_own_line(tmp_path):
     names = "\n".join(f"using type_{i} : std::pair<int, type_{i + 1}>," for i in range(4000))
     text = (
-        f"{names}\nint last;\nMACRO(call(1))\n\n\n  static inline at::Tensor &\n  call(int a,\n       float b) noexcept;"
+        f"{names}\nint l;\nMACRO(call(1))\n\n\n  static inline at::Tensor &\n  call(int a,\n       float b) noexcept;"
         "\nstruct S { void call(int); };\nint x = call(2);\nreturn call(3);\n"
     )
     (tmp_path / "long.h").write_text(text)
