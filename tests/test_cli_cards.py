@@ -209,3 +209,16 @@ def test_a_checkpoint_beside_no_tokenizer_is_rehearsed_by_ids(run, tmp_path):
     assert run("rehearse", tmp_path, "--card", "t4", *IDS, "--no-readiness")[0] == 0
     code, _, err = run("rehearse", tmp_path, "--card", "t4", "--prompt", "x")
     assert code == 2 and "tokenizer" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["trace", "trace --check float64", "routing", "score", "generate", "readiness"])
+def test_json_names_the_card_that_was_rehearsed(run, command):
+    name, *more = command.split()
+    for card in ("t4", None):
+        asked = () if card is None else ("--card", card)
+        target = ("--json",) if name == "generate" else ("--json", "-")
+        code, out, _ = run(name, MINIATURE, *COMMANDS[name], *more, *asked, *target)
+        found = json.loads(out)
+        assert code == 0 and found["card"] == card
+        if name not in ("generate", "readiness"):
+            assert found["backends"]  # what ran, in every form of the record

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
+from workbench.cli.inputs import card_name, folder_of, input_tensor, load_model, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import write_json
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         text = None if tokenizer is None else tokenizer.decode(outcome.tokens, skip_special=True)
         content = {
             "text": text, "tokens": outcome.tokens, "reason": outcome.reason, "prompt_tokens": input_ids.shape[1],
-            "temperature": options.temperature, "top_p": options.top_p, "seed": options.seed,
+            "card": card_name(model), "temperature": options.temperature, "top_p": options.top_p, "seed": options.seed,
             "out_of_memory": [incident.to_json() for incident in recovery.incidents],
             "memory": None if failure is None else failure.table.to_json(),
         }  # fmt: skip

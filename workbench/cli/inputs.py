@@ -184,6 +184,11 @@ def print_plan(config: ModelConfig, card: Card, dtype: str) -> None:
     print(f"workbench: card {card.name}: {memory_plan(config, card, dtype=dtype).in_words()}", file=sys.stderr)
 
 
+def card_name(model: CausalLM) -> str | None:
+    """The card that was rehearsed, for a result that would else pass for this machine's; None: none was."""
+    return None if model.kernels.card is None else model.kernels.card.name
+
+
 def print_rehearsed(model: CausalLM) -> None:
     """What the card's rules did to the products of the passes, one line; nothing where all ran as they came."""
     calls: dict[str, int] = {}

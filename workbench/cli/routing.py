@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.cli.inputs import folder_of, load_model
+from workbench.cli.inputs import card_name, folder_of, load_model
 from workbench.cli.options import ROUTER_DTYPES, add_command, model_options
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import text_table, write_json
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     flips = None if before is None else routing.compare(seen, before)
     bad = seen.bad_tokens + (0 if before is None else before.bad_tokens)
     if options.json is not None:
-        write_json(_content(options, seen, flips), options.json)
+        write_json({**_content(options, seen, flips), "card": card_name(model)}, options.json)
     if options.json != "-":
         print(_text(options, seen, flips))
     return FAULT if bad else FINE

@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from workbench.cli.inputs import folder_of, load_model
+from workbench.cli.inputs import card_name, folder_of, load_model
 from workbench.cli.options import add_command, model_options
 from workbench.cli.outcome import FAULT, FINE
 from workbench.cli.output import write_json
@@ -100,6 +100,7 @@ def _of_checkpoint(
     about = {
         "checkpoint": str(options.checkpoint), "dtype": str(model.dtype).removeprefix("torch."),
         "policy": model.kernels.policy.to_json(), "backends": backends,
+        "card": card_name(model),
     }  # fmt: skip
     return found, about
 

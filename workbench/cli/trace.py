@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cli.inputs import folder_of, input_tensor, load_model, prompt_ids
+from workbench.cli.inputs import card_name, folder_of, input_tensor, load_model, prompt_ids
 from workbench.cli.options import add_command, model_options, prompt_options
 from workbench.cli.output import text_table, write_json
 from workbench.errors import InputError
@@ -126,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
             "backends": [row.to_json() for row in model.kernels.attestation()],
             "logits_bad_share": nans.output_share(seen.table),
             "check": options.check,
+            "card": card_name(model),
             "table": seen.table.astype(object).to_dict("records"),
         }
         if saving is not None:
@@ -234,6 +235,7 @@ def _judge(model: CausalLM, input_ids: Tensor, options: argparse.Namespace) -> i
         content = {
             **verdict.to_json(), "checkpoint": str(options.checkpoint), "tokens": input_ids.shape[1],
             "dtype": str(model.dtype).removeprefix("torch."), "policy": model.kernels.policy.to_json(),
+            "backends": [row.to_json() for row in model.kernels.attestation()], "card": card_name(model),
             "check": options.check, "decoded": options.decode, "table": table.astype(object).to_dict("records"),
         }  # fmt: skip
         write_json(content, options.json)
