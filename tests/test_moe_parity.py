@@ -17,14 +17,21 @@ from workbench.errors import BackendError, InputError, WorkspaceError
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import logit_difference
 from workbench.kernels.experts.spec import declare_scratch, example
-from workbench.kernels.registry import OPERATIONS
+from workbench.kernels.registry import OPERATIONS, Call
 from workbench.kernels.workspace import Workspace
 from workbench.model import CausalLM, SparseBlock
-from workbench.numerics import PRESETS
+from workbench.numerics import PRESETS, NumericsPolicy
 
 LIMIT = 1e-5
 EXPERTS, TOP_K, HIDDEN, WIDTH = 32, 4, 48, 16
-BACKENDS = {op: list(OPERATIONS[op].backends) for op in ("experts", "alignment", "routing")}
+#: Those that this machine can run in float32, which libraries of other machines cannot.
+BACKENDS = {
+    op: [name for name, backend in OPERATIONS[op].backends.items() if backend.requires.refusal(call) is None]
+    for op, call in (
+        (op, Call(op, "cpu", torch.int64 if op == "alignment" else torch.float32, 40, False, False, NumericsPolicy()))
+        for op in ("experts", "alignment", "routing")
+    )
+}
 CASES = [(op, name) for op, names in BACKENDS.items() for name in names if name != "reference"]
 #: Which sort their pairs.
 SORTING = {"torch_sorted", "torch_sized", "torch_onednn", "torch_grouped", "torch_batched"}

@@ -175,7 +175,7 @@ def honest_outcomes(policy: NumericsPolicy, tokens: int) -> dict[str, bool]:
     inputs = spec.example(tokens=tokens, log_decay=-1.0, seed=8)
     inputs["v"] = 30 * inputs["v"]
     expected, found = run(inputs, policy), {}
-    for backend in OPERATIONS[spec.OP].backends:
+    for backend in (b.name for b in OPERATIONS[spec.OP].backends.values() if not b.requires.devices):  # no library's
         try:
             out, state = run(inputs, policy, backend)
         except BackendError as error:

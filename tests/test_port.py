@@ -29,6 +29,7 @@ from workbench.kernels import registry
 from workbench.kernels.conformance import conform
 from workbench.kernels.norms import torch_rms
 from workbench.kernels.registry import OPERATIONS, Operation
+from workbench.kernels.requirements import Requires
 from workbench.report.port import findings, port_page
 
 MINIATURE = Path(__file__).resolve().parent.parent / "data" / "miniature"
@@ -89,7 +90,7 @@ def test_what_the_poor_image_of_the_card_lacks_is_missing_with_every_reason(boar
     others = {name for name in OPERATIONS["gated_delta_rule"].backends if not name.startswith("torch_")}
     assert set(dict(delta.libraries)) == others - {"reference"}
     assert "CoreX GDN module not found" in dict(delta.libraries)["corex_gdn"]
-    assert "does not name it" in dict(delta.libraries)["fla"]
+    assert "that of Iluvatar BI-V100 32 GB is unknown" in dict(delta.libraries)["fla"]
     assert "vllm_moe_topk_softmax" in dict(rows["routing"].libraries)["ixformer"] and rows["routing"].state == MISSING
     assert "workbench conformance gated_delta_rule --backend module:function --device cuda" in delta.todo
     assert "torch_chunk passed" in delta.checked and "this machine's CPU" in delta.checked
@@ -267,3 +268,17 @@ def test_the_command_writes_the_page_and_the_json(capsys, tmp_path):
                  "--json", "-"])  # fmt: skip
     measured = json.loads(capsys.readouterr().out)
     assert code == 0 and all(part["seconds"] > 0 for row in measured["rows"] for part in row["parts"])
+
+
+def test_a_library_that_says_no_capability_is_doubted_where_the_profile_has_none(config, monkeypatch):
+    monkeypatch.setitem(OPERATIONS, "causal_conv", OPERATIONS["causal_conv"])
+    registry.register_backend(
+        "causal_conv", "somebodys", lambda *given: None, lambda call: None,
+        requires=Requires(devices=("cuda",), symbols=("somebodys_library:convolve",)),
+    )
+    boards = {card.name: by_op(port_board(config, card, prompt=64)) for card in (BI_V100, H200)}
+    said = {name: dict(rows["causal_conv"].libraries)["somebodys"] for name, rows in boards.items()}
+    assert said["bi-v100"] == (
+        "not known to work there: bi-v100's profile has no compute capability and does not name it"
+    )
+    assert "does not rule it out" in said["h200"]
