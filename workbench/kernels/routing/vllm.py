@@ -13,11 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.errors import BackendError
-from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.requirements import Requires
-from workbench.kernels.routing.library_form import with_faults
+from workbench.kernels.routing.library_form import filled, with_faults
 from workbench.kernels.signatures import Given, foreign
 
 ROUTER = "vllm._custom_ops:topk_softmax"
@@ -41,13 +39,5 @@ def run(
     logits: Tensor, *, top_k: int, normalise: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `spec`. Raises BackendError for a softmax in another dtype than fp32."""
-    if dtype not in (None, torch.float32):
-        raise BackendError(f"{ROUTER} takes its softmax in float32, asked for {dtype}; leave the router dtype out")
-    tokens = logits.shape[0]
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    foreign(ROUTER, FORMS[ROUTER])(
-        topk_weights=weights, topk_ids=experts, token_expert_indices=torch.empty_like(experts),
-        gating_output=row_major(logits), renormalize=normalise,
-    )  # fmt: skip
+    weights, experts = filled(foreign(ROUTER, FORMS[ROUTER]), ROUTER, logits, top_k, dtype, renormalize=normalise)
     return with_faults(weights, logits).to(logits.dtype), experts.to(torch.int64)
