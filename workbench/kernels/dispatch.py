@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +105,9 @@ class Site:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         self.calls += 1
-        of_observer: list[Exception] = []
-        if named.get("tap") is not None and not torch.compiler.is_compiling():
+        of_observer: Sequence[Exception] = ()
+        if named and named.get("tap") is not None and not torch.compiler.is_compiling():
+            of_observer = []
             named["tap"] = _HeardTap(named["tap"], of_observer)
         if not self.strict:
             return self._lenient(args, named, of_observer)
@@ -116,7 +117,7 @@ class Site:
             self._raise_unless_of_backend(error, of_observer)
             raise self._failure(error, args, named) from error
 
-    def _raise_unless_of_backend(self, error: Exception, of_observer: list[Exception]) -> None:
+    def _raise_unless_of_backend(self, error: Exception, of_observer: Sequence[Exception]) -> None:
         """Pass on what is no failure of this backend: of an observer, of an op inside this one, unusable input."""
         for link in chain_of(error, with_context=False):
             if any(link is raised for raised in of_observer):
@@ -125,7 +126,7 @@ class Site:
         if isinstance(error, WorkbenchError) and not is_of_backend:
             raise error
 
-    def _lenient(self, args: tuple, named: dict[str, Any], of_observer: list[Exception]) -> Any:
+    def _lenient(self, args: tuple, named: dict[str, Any], of_observer: Sequence[Exception]) -> Any:
         kept = _Kept(self, args, named)
         repeated = False
         while True:
