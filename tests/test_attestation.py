@@ -146,6 +146,14 @@ def test_every_tensor_of_the_call_is_in_the_text(operations):
         assert part in str(caught.value)
 
 
+def test_the_policy_is_told_by_its_name_and_what_is_no_input_is_left_out(operations):
+    put_first(operations, "gated_delta_rule", Flaky("gated_delta_rule", 9).run)
+    for policy, name in (("segsum", "segsum"), (NumericsPolicy(chunk=7), "of its own")):
+        with pytest.raises(BackendFailure, match=f"; policy {name}; next: ") as caught:
+            CALLS["gated_delta_rule"](Kernels(policy=policy))
+        assert "tap" not in str(caught.value)
+
+
 def test_unusable_input_is_no_failure_of_the_backend(operations):
     put_first(operations, "linear", Flaky("linear", 1, InputError("rows: expected some")).run)
     with pytest.raises(InputError, match=r"^rows: expected some$"):

@@ -25,6 +25,7 @@ from workbench.errors import BackendError, BackendFailure, BackendWarning, Unser
 from workbench.kernels.out_of_memory import chain_of, is_out_of_memory
 from workbench.kernels.registry import Backend, Call, Resolution, operation_named, resolve
 from workbench.kernels.requirements import dtype_name
+from workbench.numerics import PRESETS, NumericsPolicy
 
 if TYPE_CHECKING:
     from workbench.cards import Card
@@ -178,7 +179,7 @@ class Site:
             if self.call.tensor_device == "cuda" else ""
         )  # fmt: skip
         inputs = _by_name(self.resolution.backend, args, named)
-        given = "; ".join(_shown(key, value) for key, value in inputs.items())
+        given = "; ".join(_shown(key, value) for key, value in inputs.items() if key not in ("tap", "chain"))
         again = "a second time " if again else ""
         text = (
             f"op {op}: backend {name} failed {again}at call: {_said(error)}{more}; given {given};{late} next: name "
@@ -328,6 +329,8 @@ def _said(error: BaseException) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
+    if isinstance(value, NumericsPolicy):
+        return f"{name} {next((key for key, known in PRESETS.items() if known == value), 'of its own')}"
     if not isinstance(value, Tensor):
         simple = isinstance(value, str | int | float | bool | tuple | list | None)
         return f"{name} {value!r}" if simple else f"{name} a {type(value).__name__}"

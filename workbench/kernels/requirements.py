@@ -115,6 +115,9 @@ class Requires:
         machine = call.machine
         if self.devices and call.device not in self.devices:
             return f"serves {' and '.join(self.devices)}, not {call.device}"
+        absent = next(filter(None, map(machine.missing, self.symbols)), None)
+        if absent is not None:  # no dtype helps where a card's module is not there
+            return absent
         if self.dtypes and call.dtype not in self.dtypes:
             return f"takes {', '.join(map(dtype_name, self.dtypes))}, found {dtype_name(call.dtype)}"
         if machine.device == "cuda" and (self.capability or self.capability_below):
@@ -127,8 +130,7 @@ class Requires:
         free = machine.free_bytes() if self.free_bytes else None
         if free is not None and free < self.free_bytes:
             return f"needs {self.free_bytes / 2**20:.0f} MiB of free device memory, found {free / 2**20:.0f} MiB"
-        absent = map(machine.missing, self.symbols)
-        return next(filter(None, absent), None) or (self._missing_symbol() if machine.is_here else None)
+        return self._missing_symbol() if machine.is_here else None
 
     def _of_capability(self, machine: Machine) -> str | None:
         found = machine.capability
