@@ -324,7 +324,10 @@ def test_the_keyboard_stops_a_command_with_130(checkpoint):
         "--max-new-tokens",
         "4000",
     ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    # A pipe too small for all of it: the command cannot have come to its end when it is stopped.
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096
+    ) as running:
         running.stdout.read(1)  # it writes
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=60)
