@@ -328,7 +328,7 @@ def test_the_keyboard_stops_a_command_with_130(checkpoint):
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096
     ) as running:
-        running.stdout.read(1)  # it writes
+        running.stdout.read(100)  # it is well under way
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=60)
     assert (running.returncode, err) == (130, "workbench: stopped\n")
