@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     from workbench.config import ModelConfig
     from workbench.dialogue import DATA
 
-    source = options.checkpoint or options.config or DATA / "miniature"
+    is_default = options.checkpoint is None and options.config is None
+    source = DATA / "miniature" if is_default else options.checkpoint or options.config
     started, patience = time.monotonic(), 2.0
 
     def progress(line: str) -> None:
@@ -59,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"port: {line}", file=sys.stderr, flush=True)
 
     board = port_board(
-        ModelConfig.from_file(source), card_named(options.card), model=str(source), dtype=options.dtype,
-        prompt=options.prompt_tokens, following=options.new_tokens, multiple=options.multiple, device=options.device,
-        measure=measured, progress=progress,
+        ModelConfig.from_file(source), card_named(options.card), model=source.name if is_default else str(source),
+        dtype=options.dtype, prompt=options.prompt_tokens, following=options.new_tokens,
+        multiple=options.multiple, device=options.device, measure=measured, progress=progress,
     )  # fmt: skip
     if options.json is not None:
         write_json(board.to_json(), options.json)
