@@ -15,7 +15,7 @@ from workbench.cards import Card
 from workbench.plots.cards import memory_bar, time_shares
 from workbench.plots.half_precision import half_precision_depth
 from workbench.report.display import Html, Shown, folded, note, stack, table, verdict_card
-from workbench.report.export import stylesheet
+from workbench.report.page import whole_page
 
 #: Columns of the tables: name in the report -> heading.
 OP_HEADINGS = {
@@ -291,30 +291,16 @@ def _numbers(report: Rehearsal) -> list[tuple[str, str, str]]:
 def card_page(report: Rehearsal, command: str, home: str | None = None) -> str:
     """One HTML file that holds everything it shows; `home` is the page of all reports that it lies beside."""
     heading = title(report)
-    boxes = "".join(
-        f"<div><dt>{html.escape(label)}</dt><dd><b>{html.escape(value)}</b> <span>{html.escape(said)}</span></dd></div>"
-        for label, value, said in _numbers(report)
-    )
     entries = {
         "Command": command, "Checkpoint": report.checkpoint, "Card": f"{report.card.name}: {report.card.title}",
         "Dtype": f"{report.dtype}; the files hold {report.stored}",
         "Prompt": f"{report.tokens:,} tokens and one more" if report.tokens else "none, nothing was run",
         "Took": f"{report.elapsed:.0f} s on this machine", "Workbench": __version__,
     }  # fmt: skip
-    rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
-    first = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in _findings(report))
     kicker = "Rehearsal of a card"
     if home is not None:
         kicker = f'<a href="{html.escape(home)}">All reports</a> / {kicker}'
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(heading)} – hybrid MoE workbench</title>\n"
-        f"<style>\n{stylesheet()}\n</style>\n</head>\n<body>\n"
-        f'<header>\n<p class="kicker">{kicker}</p>\n<h1>{html.escape(heading)}</h1>\n'
-        f'<ol class="findings">{first}</ol>\n'
-        f'<dl class="numbers">{boxes}</dl>\n</header>\n'
-        f'<main>\n<section class="cell">\n{card_view(report).page}\n</section>\n</main>\n'
-        f'<footer>\n<h2>Provenance</h2>\n<dl class="provenance">{rows}</dl>\n</footer>\n</body>\n</html>\n'
-    )
+    return whole_page(
+        heading, kicker=kicker, findings=map(html.escape, _findings(report)), boxes=_numbers(report),
+        body=card_view(report).page, entries=entries,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from workbench.analysis.compare import Comparison
 from workbench.plots.tracing import stage_map, step_timeline
 from workbench.report.attestation import attested
 from workbench.report.display import Html, Shown, folded, note, number, stack, table, verdict_card
-from workbench.report.export import stylesheet
+from workbench.report.page import whole_page
 
 #: Columns of the tables of stages: name in `Comparison.stages` -> heading.
 STAGE_HEADINGS = {
@@ -128,35 +128,20 @@ def comparison_page(result: Comparison, checkpoint: str | None, command: str) ->
     """One HTML file that holds everything it shows."""
     a, b = result.a, result.b
     title = f"{a.label} beside {b.label}"
-    numbers = _numbers(result)
-    boxes = "".join(
-        f"<div><dt>{html.escape(label)}</dt><dd><b>{html.escape(value)}</b> <span>{html.escape(said)}</span></dd></div>"
-        for label, value, said in numbers
-    )
     entries = {
         "Command": command, "Checkpoint": checkpoint or "none",
         "Side a": _about(a.about()), "Side b": _about(b.about()),
         "Tokens": " + ".join(str(ids.shape[1]) for ids in a.feeds), "Workbench": __version__,
     }  # fmt: skip
-    rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
     sentence = f"{result.verdict.verdict[:1].upper()}{result.verdict.verdict[1:]}"
     if result.verdict.where.tap is not None:
         sentence += f": {result.verdict.where.tap}"
     if result.side is not None:
         sentence += f", {'both sides' if result.side == 'both' else f'side {result.side}'}"
-    first = f"<li>{html.escape(sentence)}.</li>"
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(title)} – hybrid MoE workbench</title>\n"
-        f"<style>\n{stylesheet()}\n</style>\n</head>\n<body>\n"
-        f'<header>\n<p class="kicker">Comparison</p>\n<h1>{html.escape(title)}</h1>\n'
-        f'<ol class="findings">{first}</ol>\n'
-        f'<dl class="numbers">{boxes}</dl>\n</header>\n'
-        f'<main>\n<section class="cell">\n{comparison_view(result).page}\n</section>\n</main>\n'
-        f'<footer>\n<h2>Provenance</h2>\n<dl class="provenance">{rows}</dl>\n</footer>\n</body>\n</html>\n'
-    )
+    return whole_page(
+        title, kicker="Comparison", findings=[f"{html.escape(sentence)}."], boxes=_numbers(result),
+        body=comparison_view(result).page, entries=entries,
+    )  # fmt: skip
 
 
 def _numbers(result: Comparison) -> list[tuple[str, str, str]]:

@@ -11,7 +11,7 @@ from workbench import __version__
 from workbench.analysis.port import MISSING, RIGHT, SLOW, UNPROVEN, WRONG, Board, Part, PortRow
 from workbench.analysis.wording import counted, duration_text
 from workbench.report.display import Html, Shown, folded, note, stack, table
-from workbench.report.export import stylesheet
+from workbench.report.page import whole_page
 
 HEADINGS = {
     "rank": "", "op": "op", "state": "state", "share": "share of time, %", "prefill": "of the prompt, %",
@@ -33,10 +33,6 @@ def port_page(board: Board, command: str) -> str:
     """One HTML file that holds everything it shows."""
     heading = f"Port to {board.card.title}"
     counts = board.counts()
-    boxes = "".join(
-        f"<div><dt>{html.escape(state)}</dt><dd><b>{counts[state]}</b> <span>{html.escape(said)}</span></dd></div>"
-        for state, said in MEANING.items()
-    )
     entries = {
         "Command": command, "Model": board.model, "Card": f"{board.card.name}: {board.card.title}",
         "Dtype": board.dtype,
@@ -44,19 +40,11 @@ def port_page(board: Board, command: str) -> str:
         "Least time": "unknown" if board.least is None else duration_text(board.least),
         "Measured on": board.machine if board.device else "nothing, times are priced", "Workbench": __version__,
     }  # fmt: skip
-    rows = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in entries.items())
-    first = "".join(f"<li>{_prose(sentence)}</li>" for sentence in findings(board))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(heading)} – hybrid MoE workbench</title>\n"
-        f"<style>\n{stylesheet()}\n</style>\n</head>\n<body>\n"
-        f'<header>\n<p class="kicker">Port board</p>\n<h1>{html.escape(heading)}</h1>\n'
-        f'<ol class="findings">{first}</ol>\n<dl class="numbers" style="{FIVE_IN_A_ROW}">{boxes}</dl>\n</header>\n'
-        f'<main>\n<section class="cell">\n{port_view(board).page}\n</section>\n</main>\n'
-        f'<footer>\n<h2>Provenance</h2>\n<dl class="provenance">{rows}</dl>\n</footer>\n</body>\n</html>\n'
-    )
+    return whole_page(
+        heading, kicker="Port board", findings=map(_prose, findings(board)),
+        boxes=[(state, str(counts[state]), said) for state, said in MEANING.items()], body=port_view(board).page,
+        entries=entries, boxes_style=FIVE_IN_A_ROW,
+    )  # fmt: skip
 
 
 def findings(board: Board) -> list[str]:
