@@ -31,7 +31,7 @@ from workbench.kernels.gated_delta_rule import cases as _gated_delta_rule
 from workbench.kernels.linear import cases as _linear
 from workbench.kernels.norms import cases as _norms
 from workbench.kernels.poisoned_memory import PACKAGES, poisoned_memory
-from workbench.kernels.registry import OPERATIONS, Backend, Operation, operation_named
+from workbench.kernels.registry import OPERATIONS, Backend, Operation, backend_named, operation_named
 from workbench.kernels.requirements import dtype_name
 from workbench.kernels.routing import cases as _routing
 
@@ -235,10 +235,7 @@ def _as_backend(op: str, backend: str | Backend | Callable[..., Any]) -> Backend
             raise BackendError(f"op {op}: backend {backend.name} is one of {backend.op}; name that op")
         return backend
     if isinstance(backend, str):
-        known = operation_named(op).backends
-        if backend not in known:
-            raise BackendError(f"op {op}: unknown backend {backend!r}, expected one of {', '.join(known)}")
-        return known[backend]
+        return backend_named(op, backend)
     wrong = unfit(op, backend)
     if wrong:
         raise BackendError(f"op {op}: {_name_of(backend)} has not the signature of the contract: {wrong}")

@@ -20,7 +20,7 @@ from workbench.kernels.signatures import DOCUMENTED_ORDER, Given, foreign
 from workbench.numerics import NumericsPolicy
 
 if TYPE_CHECKING:
-    from workbench.cards import Card, Rule
+    from workbench.cards import Card
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def resolve(
 
 def _tried(backend: Backend, call: Call, card: Card | None, why: str) -> Resolution | str:
     """The choice of one backend after the card's rules, or why it cannot be."""
-    rule = None if card is None else ruling(card, backend, call.dtype)
+    rule = None if card is None else card.rule(backend.op, dtype_name(call.dtype), backend.name)
     if rule is None or rule.outcome == "run":
         return backend.refusal(call) or Resolution(backend, "; ".join(filter(None, (why, backend.how_called()))))
     named = f"card {card.name}: {rule.why}"
@@ -212,13 +212,6 @@ def _tried(backend: Backend, call: Call, card: Card | None, why: str) -> Resolut
     if refusal is not None:
         return f"{dtype_name(call.dtype)} is routed to {rule.to} ({named}), which cannot serve: {refusal}"
     return Resolution(target, f"routed from {backend.name} ({named})", routed=backend.name)
-
-
-def ruling(card: Card, backend: Backend, dtype: torch.dtype) -> Rule | None:
-    """The rule of a card for a backend and dtype: the first that names both; None where it has none."""
-    name = dtype_name(dtype)
-    matching = (r for r in card.rules if r.op == backend.op and r.library == backend.name and name in r.dtypes)
-    return next(matching, None)
 
 
 @dataclass(frozen=True, slots=True)

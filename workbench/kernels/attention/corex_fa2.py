@@ -43,17 +43,15 @@ def run(
 ) -> Tensor:  # fmt: skip
     """See `spec`."""
 
-    def attend() -> Tensor:
-        rows = library_form.rows_of(q, k, v, key_lengths, cu_seqlens)
-        (queries, keys), (most_queries, most_keys) = rows.bounds(), rows.longest()
+    def flash(rows: library_form.Rows, bounds: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Tensor:
         prefill = foreign(PREFILL, FORMS[PREFILL])
         with native_stderr(PREFILL):
             out = prefill(
-                query=rows.q, key=rows.k, value=rows.v, cu_seqlens_q=queries, cu_seqlens_k=keys,
-                max_seqlen_q=most_queries, max_seqlen_k=most_keys, softmax_scale=scale, causal=True,
+                query=rows.q, key=rows.k, value=rows.v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
+                max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=scale, causal=True,
             )  # fmt: skip
-        return out.reshape(q.shape).to(q.dtype)
+        return out.to(q.dtype)
 
-    return library_form.observed(
-        attend, q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap
+    return library_form.packed(
+        flash, q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap
     )

@@ -85,3 +85,16 @@ def observed(
             outs.append(attend_by(scores, value, visible_keys(query.shape[1], key.shape[1], None, q.device)))
         start = stop
     return torch.cat(outs, dim=0 if cu_seqlens is None else 1).to(q.dtype)
+
+
+def packed(
+    flash: Callable[[Rows, tuple[Tensor, Tensor], tuple[int, int]], Tensor], q: Tensor, k: Tensor, v: Tensor, *,
+    scale: float, key_lengths: Sequence[int] | None, cu_seqlens: Tensor | None, tap: Tap | None,
+) -> Tensor:  # fmt: skip
+    """The op by a kernel over packed rows: `flash` gets them, their boundaries and the longest of queries and keys."""
+
+    def attend() -> Tensor:
+        rows = rows_of(q, k, v, key_lengths, cu_seqlens)
+        return flash(rows, rows.bounds(), rows.longest()).reshape(q.shape)
+
+    return observed(attend, q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
