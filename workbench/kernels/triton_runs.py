@@ -1,0 +1,33 @@
+"""Where Triton kernels can run: on a GPU, and on a CPU in Triton's interpreter, which is how their tests run anywhere.
+
+A backend in Triton is two files: ``triton_NAME.py``, the backend, which imports no Triton, and
+``triton_NAME_kernels.py`` with the kernels, which `run` imports when it is first called. Triton decides when a kernel is
+defined whether it is interpreted, so TRITON_INTERPRET=1 has to be set before that.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from workbench.kernels.registry import Call
+from workbench.kernels.requirements import Requires
+
+#: What every Triton backend needs. Of the dtypes each may take fewer.
+REQUIRES = Requires(
+    devices=("cuda", "cpu"), capability=(8, 0), dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    symbols=("triton:jit",),
+)  # fmt: skip
+
+
+def is_interpreted() -> bool:
+    """Whether kernels that are defined from now on run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refusal(call: Call) -> str | None:
+    """Why no Triton kernel may serve the call: a CPU without the interpreter, or a backward pass."""
+    if call.tensor_device == "cpu" and not is_interpreted():
+        return "compiles for a GPU; on a CPU Triton only interprets, for tests: set TRITON_INTERPRET=1 before the start"
+    return "has no backward pass; name a torch backend for training" if call.needs_grad else None
