@@ -1,8 +1,8 @@
 """Where Triton kernels can run: on a GPU, and on a CPU in Triton's interpreter, which is how their tests run anywhere.
 
 A backend in Triton is two files: ``triton_NAME.py``, the backend, which imports no Triton, and
-``triton_NAME_kernels.py`` with the kernels, which `run` imports when it is first called. Triton decides when a kernel is
-defined whether it is interpreted, so TRITON_INTERPRET=1 has to be set before that.
+``triton_NAME_kernels.py`` with the kernels, which `run` imports when it is first called. Triton decides when a kernel
+is defined whether it is interpreted, so TRITON_INTERPRET=1 has to be set before that.
 """
 
 from __future__ import annotations
