@@ -43,7 +43,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
-EXTRAS = "notebook,dev"
+EXTRAS = "notebook,dev,gpu"
 COMMANDS = ("report", "test", "setup")
 STAMP_NAME = "bootstrap-stamp"
 LOG_NAME = "install.log"

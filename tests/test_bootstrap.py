@@ -72,7 +72,7 @@ def test_missing_environment_is_built_once(bootstrap, project, monkeypatch):
     (command,) = pip.commands
     assert command[1:4] == ["-m", "pip", "install"] and "--upgrade" not in command
     assert command[command.index("-c") + 1] == str(project / "constraints.txt")
-    assert command[command.index("-e") + 1] == f"{project}[notebook,dev]"
+    assert command[command.index("-e") + 1] == f"{project}[notebook,dev,gpu]"
     assert ensure(bootstrap, project) == (False, "")
     assert pip.created == 1 and len(pip.commands) == 1
 
