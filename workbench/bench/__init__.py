@@ -8,7 +8,8 @@
     rows = [bench.Row.of("prefill 2048", name, "ms", times) for name, times in samples.items()]
     bench.write_result(Path("benchmarks/results"), "prefill", correctness, rows)
 
-`write_result` refuses a red gate: where the results differ by more than the limit there is nothing to time.
+`write_result` refuses a red gate: where the results differ by more than the limit there is nothing to time. What times
+the backends of the ops at the shapes of models is in `shapes`, `cases`, `clocks`, `limits`, `measure` and `suite`.
 """
 
 from workbench.bench.machine import hardware, keep_freed_memory, pin_threads

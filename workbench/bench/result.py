@@ -1,7 +1,7 @@
 """Result files: ``<name>.<hardware>.json``, schema 1.
 
 {schema, command, commit, dirty, hardware, versions, correctness: {metric, value, limit}, rows: [...]} with
-rows {case, backend, unit, median, iqr, n, share_of_limit, attested}.
+rows {case, backend, unit, median, iqr, n, share_of_limit, attested}, and `rejected` where one is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Row:
     """One line of a result: `median` and `iqr` of `n` samples in `unit`.
 
     `share_of_limit` is the share of what the hardware allows that was reached, None where no limit is known;
-    `attested` says what ran, as its owner reports it.
+    `attested` says what ran, as its owner reports it; `rejected` why the figure must not be relied on (its samples
+    spread too far), empty where it may.
     """
 
     case: str
@@ -60,6 +61,7 @@ class Row:
     n: int
     share_of_limit: float | None = None
     attested: Sequence[str] = ()
+    rejected: str = ""
 
     @classmethod
     def of(
@@ -71,10 +73,16 @@ class Row:
         *,
         share_of_limit: float | None = None,
         attested: Sequence[str] = (),
+        rejected: str = "",
     ) -> Row:
         """The row of samples that are in `unit` already."""
         median, iqr = spread(samples)
-        return cls(case, backend, unit, median, iqr, len(samples), share_of_limit, tuple(attested))
+        return cls(case, backend, unit, median, iqr, len(samples), share_of_limit, tuple(attested), rejected)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values; `rejected` only where it says something."""
+        row = dataclasses.asdict(self) | {"attested": list(self.attested)}
+        return row if self.rejected else {name: value for name, value in row.items() if name != "rejected"}
 
 
 def command_of(arguments: Sequence[str]) -> str:
@@ -98,22 +106,22 @@ def write_result(
     device: str = "cpu",
     peers: Sequence[str] = (),
     conditions: Mapping[str, object] | None = None,
+    measured: tuple[str, bool] | None = None,
 ) -> Path:
     """Write `<name>.<hardware kind>.json` into `folder` and return its path.
 
     `project` is a folder inside the clone that was measured (default: `folder`); `peers` are distributions
-    whose versions are recorded beside the usual ones; `conditions` go into `hardware`. Raises InputError when
-    the gate is red, when there are no rows, and for a number that is not finite.
+    whose versions are recorded beside the usual ones; `conditions` go into `hardware`; `measured` is the commit and
+    whether files differed from it, for a tree that was copied without its history. Raises InputError when the gate is
+    red, when there are no rows, and for a number that is not finite.
     """
     correctness.check()
     if not rows:
         raise InputError(f"benchmark {name}: expected at least one row, found none")
     for row in rows:
         if not (math.isfinite(row.median) and math.isfinite(row.iqr)):
-            raise InputError(
-                f"benchmark {name}: case {row.case}, {row.backend}: expected finite numbers, found {row}"
-            )
-    head, dirty = commit(project or folder)
+            raise InputError(f"benchmark {name}: case {row.case}, {row.backend}: expected finite numbers, found {row}")
+    head, dirty = commit(project or folder) if measured is None else measured
     machine = hardware(device) | dict(conditions or {})
     content = {
         "schema": SCHEMA,
@@ -123,7 +131,7 @@ def write_result(
         "hardware": machine,
         "versions": all_versions(*peers),
         "correctness": dataclasses.asdict(correctness),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [row.to_json() for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.{machine['kind']}.json"
@@ -147,7 +155,7 @@ def read_result(path: Path) -> dict[str, object]:
         raise InputError(f"{path}: expected the fields {sorted(expected)}, found {sorted(content)}")
     columns = {field.name for field in dataclasses.fields(Row)}
     for row in content["rows"]:
-        if set(row) != columns:
+        if not columns - {"rejected"} <= set(row) <= columns:
             raise InputError(f"{path}: expected rows with {sorted(columns)}, found {sorted(row)}")
     Correctness(**content["correctness"]).check()
     return content

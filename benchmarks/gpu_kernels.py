@@ -1,0 +1,104 @@
+"""Every hot op on a GPU: our kernels, torch's, and the libraries', at the shapes of published models, in one run.
+
+    python benchmarks/gpu_kernels.py --device cuda [--minutes 8] [--only gated_delta_rule] [--out FOLDER]
+
+Each side is held to the float64 arbiter on inputs that are drawn for this run, and on inputs that are hard, before it
+is timed; times are of CUDA graphs over several sets of inputs, so that none is cached, sides in turn. The share of the
+limit is that of what a copy and a matrix product do on the same card in the same run. `moe_layer` is routing, alignment
+and experts. flash-linear-attention is kept from handing its calls to FlashQLA, which is a side of its own.
+Writes benchmarks/results/gpu_kernels.HARDWARE.json after every case; the same command goes on after a stop.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
+
+import torch
+
+from workbench.bench.cases import MOE_LAYER, case_of, parse_tokens
+from workbench.bench.measure import side_named
+from workbench.bench.shapes import shape_named
+from workbench.bench.suite import Entry, Settings, run_suite
+from workbench.errors import WorkbenchError
+from workbench.kernels.registry import OPERATIONS
+from workbench.loading import dtype_named
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "gpu_kernels"
+
+PREFILL = ("triton_chunk", "cuda_chunk", "cuda_chunk_split", "torch_chunk", "fla", "flash_qla", "flashinfer", "vllm")
+DECODE = ("triton_recurrent", "cuda_recurrent", "torch_recurrent", "fla", "vllm")
+FUSED = ("triton_packed", "torch_composed")
+MOE = ("automatic", "triton_grouped+triton_count+triton_topk", "torch_grouped")
+MOE_FEW = ("automatic", "triton_few+triton_topk", "torch_gathered", "torch_grouped")
+
+#: op, shape, tokens, sides: what must be known first.
+PLAN = (
+    ("gated_delta_rule", "35b-a3b", ("1x16384", "8x4096", "1x65536", "1x4096", "1x512"), PREFILL),
+    (MOE_LAYER, "35b-a3b", ("1x4096", "1x16384"), MOE),
+    (MOE_LAYER, "35b-a3b", ("1x1", "8x1"), MOE_FEW),
+    ("gdn_decode", "35b-a3b", ("1x1", "64x1", "256x1", "8x1"), FUSED),
+    ("gated_delta_rule", "35b-a3b", ("64x1", "256x1", "1x1", "8x1"), DECODE),
+    (MOE_LAYER, "35b-a3b", ("64x1", "512x1"), (*MOE_FEW, *MOE[1:2])),
+    ("gated_delta_rule", "397b-tp8", ("1x8192",), PREFILL),
+    ("gated_delta_rule", "27b", ("1x8192",), PREFILL),
+    ("gated_delta_rule", "35b-a3b", ("1x1024", "1x2048", "1x8192", "4x2048"), PREFILL),
+    ("causal_conv", "35b-a3b", ("1x16384", "8x4096"), ("triton_conv", "torch_depthwise", "causal_conv1d", "vllm")),
+    ("gated_rms_norm", "35b-a3b", ("1x16384", "64x1"), ("triton_rms", "torch_rms", "fla", "vllm")),
+    ("routing", "35b-a3b", ("1x4096", "8x1"), ("triton_topk", "torch_max", "torch_sort", "vllm")),
+    ("alignment", "35b-a3b", ("1x4096",), ("triton_count", "torch_count", "torch_sort", "vllm")),
+    (MOE_LAYER, "397b-tp8", ("1x4096", "8x1"), (*MOE_FEW, *MOE[1:2])),
+)
+
+
+def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype, shape: str | None) -> list[Entry]:
+    """The plan, or the part of it that was asked for; backends that no op here has are left out."""
+    found = []
+    for op, name, lengths, labels in PLAN:
+        if (only and op not in only) or op not in (MOE_LAYER, *OPERATIONS):
+            continue
+        for length in lengths:
+            if tokens and length not in tokens:
+                continue
+            case = case_of(op, shape_named(shape or name), parse_tokens(length), dtype)
+            known = {"automatic"} | {backend for one in case.ops for backend in OPERATIONS[one].backends}
+            labels_here = [label for label in labels if set(label.split("+")) <= known]
+            found.append(Entry(case, [side_named(case, label) for label in labels_here]))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", action="append", metavar="OP", help="only this op; may be repeated")
+    parser.add_argument("--tokens", action="append", metavar="SEQUENCESxTOKENS", help="only these; may be repeated")
+    parser.add_argument("--shape", help="this shape in the place of the plan's")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--minutes", type=float, help="no case is begun after so many; what is left is told")
+    parser.add_argument("--commit", help="of the tree, where it was copied without its history")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu_kernels: expected a CUDA device, found none; next: --device cpu --shape miniature", file=sys.stderr)
+        return 2
+    settings = Settings(device=options.device, rounds=options.rounds, minutes=options.minutes)
+    planned = entries(options.only, options.tokens, dtype_named(options.dtype), options.shape)
+    outcome = run_suite(
+        planned, settings, name=NAME, folder=options.out, project=ROOT, say=lambda line: print(line, flush=True),
+        measured=None if options.commit is None else (options.commit, False),
+        conditions={"fla": f"FLA_FLASH_QLA={os.environ['FLA_FLASH_QLA']}"},
+    )  # fmt: skip
+    print(outcome.path)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WorkbenchError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
