@@ -6,6 +6,7 @@ of single gates before the call, and zero for NaN after it. Everything else must
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -77,8 +78,8 @@ class Sequences:
     total: int
 
     def cu_seqlens(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[S' + 1] boundaries on the device."""
-        return torch.tensor(self.bounds, dtype=dtype, device=device)
+        """[S' + 1] boundaries on the device; the same tensor for the same boundaries, which nobody may write to."""
+        return _on_device(self.bounds, device, dtype)
 
     def initial(self, state: Tensor | None) -> Tensor | None:
         """The states of the sequences that are not empty, fp32, a copy that a kernel may write over."""
@@ -94,6 +95,13 @@ class Sequences:
         out = states.new_zeros(self.total, *states.shape[1:]) if initial is None else initial.to(states.dtype).clone()
         out[list(self.kept)] = states
         return out
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(bounds: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Kept, since a copy to the device makes the host wait: a call of a shape seen before can be captured in a graph.
+    with torch.inference_mode(False):
+        return torch.tensor(bounds, dtype=dtype, device=device)
 
 
 def sequences_of(batch: int, tokens: int, cu_seqlens: Tensor | None) -> Sequences:
