@@ -7,6 +7,7 @@ is defined whether it is interpreted, so TRITON_INTERPRET=1 has to be set before
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -31,3 +32,9 @@ def refusal(call: Call) -> str | None:
     if call.tensor_device == "cpu" and not is_interpreted():
         return "compiles for a GPU; on a CPU Triton only interprets, for tests: set TRITON_INTERPRET=1 before the start"
     return "has no backward pass; name a torch backend for training" if call.needs_grad else None
+
+
+@functools.cache
+def is_chained(device: torch.device) -> bool:
+    """Whether a kernel may be started while the one before it still runs (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
