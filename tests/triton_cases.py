@@ -1,7 +1,8 @@
 """Where tests run Triton kernels: on the GPU where there is one, otherwise in Triton's interpreter on the CPU.
 
 Triton decides when a kernel is defined whether it is interpreted. So modules of kernels are imported anew inside the
-fixture, and forgotten after it: no other test finds an interpreted kernel.
+fixture, and forgotten after it: no other test finds an interpreted kernel. Triton's own functions in Triton (sum, max,
+zeros) were defined when something first imported it, maybe before: they are exchanged for interpreted ones meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,25 @@ def _forget_kernels() -> None:
             delattr(sys.modules[parent], leaf)  # or `from package import leaf` would find the old module
 
 
+def _interpret_library(patch: pytest.MonkeyPatch) -> None:
+    """Triton's own functions in Triton as interpreted ones, as if TRITON_INTERPRET had been set at its import."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    compiled = {name: found for name, found in vars(tl.standard).items() if isinstance(found, JITFunction)}
+    interpreted = {found: InterpretedFunction(found.fn) for found in compiled.values()}
+    for owner in (tl.standard, tl, tl.math, tl.tensor):
+        for name, found in list(vars(owner).items()):
+            if not isinstance(found, JITFunction) or found not in interpreted:
+                continue
+            function = interpreted[found]
+            if owner is tl.tensor:  # a method: only a Python function is bound to its tensor
+                patch.setattr(owner, name, lambda *args, _of=function, **named: _of(*args, **named))
+            else:
+                patch.setattr(owner, name, function)
+
+
 @pytest.fixture(scope="module")
 def triton_device() -> Iterator[str]:
     """The device to put tensors on; while a test module with this fixture runs, Triton serves it."""
@@ -30,6 +50,7 @@ def triton_device() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
+            _interpret_library(patch)
         _forget_kernels()
         yield DEVICE
     _forget_kernels()

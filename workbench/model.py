@@ -23,9 +23,8 @@ from workbench.config import ModelConfig
 from workbench.errors import InputError
 from workbench.kernels import Kernels
 from workbench.kernels.gated_delta_rule.spec import limited, phase_of, sequence_bounds
+from workbench.kernels.gdn_decode.spec import l2_norm
 from workbench.taps import Tap, observe
-
-L2_NORM_EPS = 1e-6  # of queries and keys; not the config's rms_norm_eps
 
 
 @dataclass(slots=True)
@@ -98,12 +97,6 @@ class Padding:
         """[1, tokens, D] -> [B, T, D] with zeros where the padding was."""
         full = rows.new_zeros(self.mask.numel(), rows.shape[-1]).index_copy(0, self.where, rows[0])
         return full.view(*self.mask.shape, -1)
-
-
-def l2_norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6) over the last axis."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (norm * norm).add_(L2_NORM_EPS).rsqrt_()
 
 
 @functools.lru_cache(maxsize=8)
@@ -244,6 +237,15 @@ class GatedDeltaNet(nn.Module):
         batch, tokens, _ = x.shape
         kernels = shared.kernels
         qkv, z, raw_beta, raw_gate = self.joint(x, kernels)
+        is_decode = tokens == 1 and cache is not None and shared.bounds is None
+        if is_decode and tap is None and kernels.fuses_decode(qkv, cache.state):  # one op shows nothing in between
+            out, window, state = kernels.gdn_decode(
+                qkv[:, 0], z.view(batch, self.value_heads, self.value_head_dim), raw_beta[:, 0], raw_gate[:, 0],
+                conv_weight=self.conv1d.weight.squeeze(1), A_log=self.A_log, dt_bias=self.dt_bias,
+                norm_weight=self.norm.weight, window=cache.window, state=cache.state, eps=self.eps,
+            )  # fmt: skip
+            cache.window, cache.state = window.detach(), state.detach()
+            return self.out_proj(out.view(batch, 1, self.value_dim), kernels)
         qkv = observe(tap, taps.GDN_QKV, qkv)
         z = observe(tap, taps.GDN_GATE, z.view(batch, tokens, self.value_heads, self.value_head_dim))
         beta = observe(tap, taps.GDN_BETA, torch.sigmoid(raw_beta))
@@ -255,7 +257,7 @@ class GatedDeltaNet(nn.Module):
 
         mixed, window = kernels.causal_conv(
             qkv, self.conv1d.weight.squeeze(1), window=None if cache is None else cache.window,
-            cu_seqlens=shared.cu_seqlens,
+            cu_seqlens=shared.cu_seqlens, watch=tap,
         )  # fmt: skip
         mixed = observe(tap, taps.GDN_CONV, mixed)
         qk, v = mixed.split_with_sizes([2 * self.key_dim, self.value_dim], -1)
@@ -268,14 +270,14 @@ class GatedDeltaNet(nn.Module):
         inside = taps.inside(tap)
         out, state = kernels.gated_delta_rule(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=None if cache is None else cache.state,
-            cu_seqlens=shared.cu_seqlens, tap=inside,
+            cu_seqlens=shared.cu_seqlens, tap=inside, watch=tap,
         )  # fmt: skip
         if inside is not tap:
             state = observe(tap, taps.GDN_STATE, state)  # what is handed on; inside, the state after each chunk
         if cache is not None:
             cache.window, cache.state = window.detach(), state.detach()
         out = observe(tap, taps.GDN_OUT, out)
-        out = kernels.gated_rms_norm(out, z, self.norm.weight, eps=self.eps)
+        out = kernels.gated_rms_norm(out, z, self.norm.weight, eps=self.eps, watch=tap)
         out = observe(tap, taps.GDN_NORM, out.reshape(batch, tokens, self.value_dim))
         return self.out_proj(out, kernels)
 
@@ -406,9 +408,10 @@ class SparseBlock(nn.Module):
         if kernels.router_dtype is not None:
             logits = kernels.linear(rows.to(kernels.router_dtype), self.gate.weight.to(kernels.router_dtype))
         logits = observe(tap, taps.MOE_LOGITS, logits)
-        weights, experts = kernels.routing(logits, top_k=self.top_k, normalise=self.normalise)
+        weights, experts = kernels.routing(logits, top_k=self.top_k, normalise=self.normalise, watch=tap)
         weights = observe(tap, taps.MOE_TOPK, weights.to(rows.dtype))  # no cast unless the router has its own dtype
-        routed = kernels.experts(rows, weights, experts, self.experts.gate_up_proj, self.experts.down_proj)
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        routed = kernels.experts(rows, weights, experts, gate_up, down, watch=tap)
         routed = observe(tap, taps.MOE_EXPERTS, routed)
         shared = torch.sigmoid(share) * self.shared_expert.down_proj(F.silu(gate).mul_(up), kernels)
         shared = observe(tap, taps.MOE_SHARED, shared)

@@ -135,6 +135,8 @@ class Tap(Protocol):
         """See `tensor` at the point `name`; return what the computation shall continue with."""
         ...
 
+    # One that keeps flags may have ``flag_rows(names)`` too: see `kernels.dispatch.Site.flags`.
+
     def scope(self, prefix: str) -> Tap | None:
         """The same observer for names relative to `prefix` (``scope("layers.03.")``); None if it wants none there."""
         ...

@@ -19,6 +19,7 @@ from workbench.kernels import attention as _attention
 from workbench.kernels import causal_conv as _causal_conv
 from workbench.kernels import experts as _experts
 from workbench.kernels import gated_delta_rule as _gated_delta_rule
+from workbench.kernels import gdn_decode as _gdn_decode
 from workbench.kernels import linear as _linear
 from workbench.kernels import norms as _norms
 from workbench.kernels import routing as _routing
@@ -52,6 +53,9 @@ class Kernels:
 
     Raises BackendError, at the first call that it concerns, when a named backend refuses or no backend can serve, and
     BackendFailure when a backend fails while it runs.
+
+    `watch`, of the methods that have it, is the observer of what the op returns: where it keeps flags, a backend that
+    raises their words in its own kernels does so (`Site.flags`), and nothing reads the result once more.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Kernels:
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor,
         initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, tap: Tap | None = None,
+        watch: Tap | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `gated_delta_rule.spec`."""
         run = self._backend(
@@ -156,8 +161,39 @@ class Kernels:
         )  # fmt: skip
         return run(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            policy=self.policy, tap=tap,
+            policy=self.policy, tap=tap, **run.flags(watch),
         )  # fmt: skip
+
+    def gdn_decode(
+        self, qkv: Tensor, z: Tensor, raw_beta: Tensor, raw_gate: Tensor, *, conv_weight: Tensor, A_log: Tensor,
+        dt_bias: Tensor, norm_weight: Tensor, window: Tensor, state: Tensor, eps: float, slots: Tensor | None = None,
+        in_place: bool = False, tap: Tap | None = None, watch: Tap | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `gdn_decode.spec`."""
+        run = self._backend(
+            "gdn_decode", 1, qkv, z, raw_beta, raw_gate, conv_weight, A_log, dt_bias, norm_weight, window, state,
+            weight_shape=state.shape[1:],
+        )  # fmt: skip
+        return run(
+            qkv, z, raw_beta, raw_gate, conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight,
+            window=window, state=state, eps=eps, slots=slots, in_place=in_place, policy=self.policy, tap=tap,
+            **run.flags(watch),
+        )  # fmt: skip
+
+    def fuses_decode(self, qkv: Tensor, state: Tensor) -> bool:
+        """Whether a layer's decode step is to be asked of `gdn_decode`, and not of the ops that it is made of.
+
+        It is where a backend is named for it, and on a GPU where the automatic choice is one that does more than call
+        those ops. A backend that is named for one of them serves it: ``reference``, which stands for all ops, too.
+        """
+        named = self.requested.get(_gdn_decode.spec.OP)
+        parts = {self.requested.get(part) for part in _gdn_decode.spec.PARTS}
+        if named is not None:
+            return named not in parts
+        if parts != {None} or self.card is not None or qkv.device.type == "cpu":
+            return False
+        chosen = self._backend("gdn_decode", 1, qkv, state, weight_shape=state.shape[1:]).resolution.backend
+        return chosen.name != "torch_composed"
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `linear.spec`."""
@@ -165,20 +201,24 @@ class Kernels:
         return run(x, weight)
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, weight: Tensor, *, window: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        watch: Tap | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `causal_conv.spec`."""
         packed = cu_seqlens is not None
         run = self._backend("causal_conv", x.shape[1], x, weight, window, packed=packed, weight_shape=weight.shape)
-        return run(x, weight, window=window, cu_seqlens=cu_seqlens)
+        return run(x, weight, window=window, cu_seqlens=cu_seqlens, **run.flags(watch))
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         """See `norms.spec`."""
         return self._backend("rms_norm", x.shape[1], x, weight)(x, weight, eps=eps)
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, watch: Tap | None = None
+    ) -> Tensor:
         """See `norms.spec`."""
-        return self._backend("gated_rms_norm", x.shape[1], x, gate, weight)(x, gate, weight, eps=eps)
+        run = self._backend("gated_rms_norm", x.shape[1], x, gate, weight)
+        return run(x, gate, weight, eps=eps, **run.flags(watch))
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_lengths: Sequence[int] | None = None,
@@ -189,20 +229,25 @@ class Kernels:
         run = self._backend("attention", q.shape[1], q, k, v, packed=cu_seqlens is not None, weight_shape=sizes)
         return run(q, k, v, scale=scale, key_lengths=key_lengths, cu_seqlens=cu_seqlens, tap=tap)
 
-    def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    def routing(
+        self, logits: Tensor, *, top_k: int, normalise: bool, watch: Tap | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `routing.spec`; the softmax is taken in `router_dtype`."""
         run = self._backend("routing", logits.shape[0], logits)
-        return run(logits, top_k=top_k, normalise=normalise, dtype=self.router_dtype)
+        return run(logits, top_k=top_k, normalise=normalise, dtype=self.router_dtype, **run.flags(watch))
 
     def alignment(self, experts: Tensor, num_experts: int, block: int = 1) -> Alignment:
         """See `alignment.spec`."""
         return self._backend("alignment", experts.shape[0], experts)(experts, num_experts=num_experts, block=block)
 
-    def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, watch: Tap | None = None
+    ) -> Tensor:
         """See `experts.spec`; a backend that sorts its pairs asks `alignment` for it, which has its own backends."""
         run = self._backend("experts", x.shape[0], x, weights, gate_up, down, weight_shape=gate_up.shape)
         scratch = None if torch.is_grad_enabled() else self.workspace
-        return run(x, weights, experts, gate_up, down, chain=_experts.spec.Chain(self.alignment, scratch))
+        chain = _experts.spec.Chain(self.alignment, scratch)
+        return run(x, weights, experts, gate_up, down, chain=chain, **run.flags(watch))
 
 
 def gated_delta_rule(

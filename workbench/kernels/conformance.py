@@ -28,6 +28,7 @@ from workbench.kernels.causal_conv import cases as _causal_conv
 from workbench.kernels.contract import Arguments, Contract, Law, NanProbe, Outputs
 from workbench.kernels.experts import cases as _experts
 from workbench.kernels.gated_delta_rule import cases as _gated_delta_rule
+from workbench.kernels.gdn_decode import cases as _gdn_decode
 from workbench.kernels.linear import cases as _linear
 from workbench.kernels.norms import cases as _norms
 from workbench.kernels.poisoned_memory import PACKAGES, poisoned_memory
@@ -38,7 +39,7 @@ from workbench.kernels.routing import cases as _routing
 CONTRACTS: dict[str, Contract] = {
     contract.op: contract
     for module in (
-        _alignment, _attention, _causal_conv, _experts, _gated_delta_rule, _linear, _norms, _routing,
+        _alignment, _attention, _causal_conv, _experts, _gated_delta_rule, _gdn_decode, _linear, _norms, _routing,
     )
     for contract in module.CONTRACTS
 }  # fmt: skip
@@ -53,8 +54,9 @@ REPEAT = "repeats itself"
 EMPTY = "uninitialised memory is not read"
 STRIDES = "strides do not matter"
 NAN = "NaN stays visible and in its rows"
+FLAGS = "flags that it raises itself"
 GRADIENT = "gradients"
-CHECKS = (RUNS, SHAPE, VALUE, INPUTS, MEMORY, REPEAT, EMPTY, STRIDES, NAN, GRADIENT)
+CHECKS = (RUNS, SHAPE, VALUE, INPUTS, MEMORY, REPEAT, EMPTY, STRIDES, NAN, FLAGS, GRADIENT)
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 
@@ -359,10 +361,14 @@ class _Examination:
             if not self.contract.repeats(one.case):
                 yield from self._again(one)
                 yield from self._strides(one)
+            if self.backend.flags:
+                yield self._flags(one.case, one.arguments, one.dtype)
         widest = [dtype for dtype in dtypes if any(one.dtype == dtype for one in served)]
         if everything and widest:
             for name, probe in self.contract.probes().items():
                 yield from self._probe(name, probe, widest[0])
+                if self.backend.flags:
+                    yield self._flags(name, probe.arguments, widest[0])
             for check, laws in self.contract.laws.items():
                 for name, law in laws().items():
                     yield from self._law(check, name, law, widest[0])
@@ -650,6 +656,26 @@ class _Examination:
             )
         return "", {}
 
+    def _flags(self, case: str, arguments: Arguments, dtype: torch.dtype) -> Row:
+        """The words that the backend raised for its results, and those of the results themselves: the same bits."""
+        given = self._given(arguments, dtype)
+        words = _Words(self.device)
+        try:
+            found = self._call({**given, "watch": words})
+        except _Refusal as refusal:
+            return self._row(FLAGS, case, dtype, REFUSED, reason=str(refusal))
+        except _Failure as failure:
+            return self._failed(FLAGS, case, dtype, given, f"did not run: {failure}")
+        outputs = dict(zip(self.contract.outputs, found, strict=True))
+        for name, raised in zip(self.backend.flags, words.rows.tolist(), strict=True):
+            output = self.contract.flagged[name]
+            expected = _words_of(outputs[output])
+            # Any pattern above that of infinity is NaN.
+            if [min(word, INFINITY_BITS + 1) for word in raised] != [min(w, INFINITY_BITS + 1) for w in expected]:
+                return self._failed(FLAGS, case, dtype, given, f"{name}: words {raised}, of the result {expected}",
+                                    output=output)  # fmt: skip
+        return self._row(FLAGS, case, dtype, PASSED)
+
     def _law(self, check: str, name: str, law: Law, dtype: torch.dtype) -> Iterator[Row]:
         """Two calls whose outputs must agree in part, to the last bit."""
         given = self._given(law.changed, dtype)
@@ -706,6 +732,30 @@ class _Examination:
             else:
                 yield self._failed(GRADIENT, case, dtype, given, "", output=name, error=error, limit=limit,
                                    **_place(gradient, reference, limit))  # fmt: skip
+
+
+class _Words:
+    """An observer that does nothing but give away words to raise, int32 [points, 2] of -1 (`tracing.flags`)."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.rows = torch.empty(0, 2, dtype=torch.int32)
+
+    def flag_rows(self, names: tuple[str, ...]) -> Tensor:
+        self.rows = torch.full((len(names), 2), -1, dtype=torch.int32, device=self.device)
+        return self.rows
+
+
+#: Bits of +inf in float32; those of NaN, without a sign, are above.
+INFINITY_BITS = 0x7F800000
+
+
+def _words_of(x: Tensor) -> list[int]:
+    """Bits of the largest x and of the largest -x, at least +0.0; of any NaN in both; -1 of no values at all."""
+    x = x.detach().float().cpu()
+    if not x.numel():
+        return [-1, -1]
+    return (torch.stack([x.amax(), (-x).amax()]).clamp(min=0.0).view(torch.int32) & 0x7FFFFFFF).tolist()
 
 
 #: Blocks of each size that are left behind.

@@ -86,6 +86,7 @@ class Contract:
     unpromised  (case, policy) -> why a backend that computes by this preset is not held to the case, or None
     legal       (arguments, output, values [rows, ...]) -> what is wrong with whole numbers beside a NaN, or None
     parts       what a call returns -> its outputs, in order
+    flagged     tap point -> output that a model shows there, of those that a kernel may flag (`Backend.flags`)
     """
 
     op: str
@@ -107,6 +108,7 @@ class Contract:
     unpromised: Callable[[str, str], str | None] = lambda _case, _policy: None
     legal: Callable[[Arguments, str, Tensor], str | None] = lambda _arguments, _output, _values: None
     parts: Callable[[Any], Outputs] = lambda found: found if isinstance(found, tuple) else (found,)
+    flagged: Mapping[str, str] = field(default_factory=dict)
 
     def allowed(self, dtype: torch.dtype, output: str, backend: Backend | None = None) -> float:
         """The limit of an output; of a backend that rounds inside (`Backend.rounds_inside`) the widest of them all.

@@ -32,13 +32,18 @@ if TYPE_CHECKING:
     from workbench.taps import Tap
 
 #: Inputs that carry state from call to call, by op: a backend that breaks off may leave them half updated.
-STATE_INPUTS = {"gated_delta_rule": ("initial_state",), "causal_conv": ("window",)}
+STATE_INPUTS = {
+    "gated_delta_rule": ("initial_state",), "causal_conv": ("window",), "gdn_decode": ("window", "state"),
+}  # fmt: skip
 
 #: Between the reasons of calls that share a row of the attestation.
 ALSO = "; also "
 
+#: Ways through a backend's kernels that one row of the attestation tells in words; JSON has all.
+PATHS_SHOWN = 4
+
 #: Inputs that no card's cast narrows: rounding them is raised to a power by exp, or adds up over the sequence.
-KEPT_WIDE = frozenset({"log_decay", "initial_state"})
+KEPT_WIDE = frozenset({"log_decay", "initial_state", "A_log", "dt_bias", "state"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ class Attestation:
     """Which backend served an op, how often, why it was chosen, and what was refused before it.
 
     `retries` calls were repeated after a failure; `replaced` are backends that another took the place of, with their
-    errors; `routed` calls were sent to another library, `cast` calls had inputs cast, by a rule of the card.
+    errors; `routed` calls were sent to another library, `cast` calls had inputs cast, by a rule of the card. `paths`
+    are the ways through its kernels that the backend took (`Backend.path`), with the number of calls; empty where it
+    has one way.
     """
 
     op: str
@@ -61,12 +68,17 @@ class Attestation:
     replaced: tuple[tuple[str, str], ...] = ()
     routed: int = 0
     cast: int = 0
+    paths: tuple[tuple[str, int], ...] = ()
 
     def in_words(self) -> str:
         """``linear=torch_onednn in float32, 40 calls of 2 and more tokens: named by the user; refused: ...``."""
         calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
         counts = {"repeated after a failure": self.retries, "routed": self.routed, "with inputs cast": self.cast}
+        shown = [f"{path} ({count} of them)" if len(self.paths) > 1 else path for path, count in self.paths]
+        more = [f"{len(shown) - PATHS_SHOWN} more ways"] if len(shown) > PATHS_SHOWN else []
         parts = [
+            *shown[:PATHS_SHOWN],
+            *more,
             self.reason,
             *(f"refused: {name}: {why}" for name, why in self.refused if (name, why) not in self.replaced),
             *(f"took the place of {name}, which {error}" for name, error in self.replaced),
@@ -82,25 +94,29 @@ class Attestation:
             "calls": self.calls, "reason": self.reason, "refused": [list(pair) for pair in self.refused],
         }  # fmt: skip
         rare = {"retries": self.retries, "replaced": [list(pair) for pair in self.replaced], "routed": self.routed,
-                "cast": self.cast}  # fmt: skip
+                "cast": self.cast, "paths": [list(pair) for pair in self.paths]}  # fmt: skip
         return row | {name: value for name, value in rare.items() if value}
 
 
 class Site:
     """One kind of call of one op: the backend that serves it, and what came of it. Called with the op's arguments."""
 
-    __slots__ = ("call", "calls", "card", "failed", "is_named", "past", "resolution", "retries", "run", "strict")
+    __slots__ = (
+        "call", "calls", "card", "failed", "is_named", "past", "path", "paths", "resolution", "retries", "run",
+        "strict",
+    )  # fmt: skip
 
     def __init__(self, call: Call, requested: str | None, card: Card | None, strict: bool):
         self.call, self.card, self.strict = call, card, strict
         self.is_named = requested is not None
         self.calls = self.retries = 0
         self.failed: dict[str, str] = {}
+        self.paths: dict[str, int] = {}
         self.past: list[Attestation] = []  # of backends that were replaced
         self._take(resolve(call, requested, card))
 
     def _take(self, resolution: Resolution) -> None:
-        self.resolution = resolution
+        self.resolution, self.path = resolution, resolution.backend.path
         cast = resolution.cast
         self.run = resolution.backend.run if cast is None else _casting(resolution.backend, self.call.dtype, cast)
 
@@ -113,10 +129,28 @@ class Site:
         if not self.strict:
             return self._lenient(args, named, of_observer)
         try:
-            return self.run(*args, **named)
+            found = self.run(*args, **named)
+            if self.path is not None:
+                self._note_path(args, named)
+            return found
         except Exception as error:
             self._raise_unless_of_backend(error, of_observer)
             raise self._failure(error, args, named) from error
+
+    def _note_path(self, args: tuple, named: dict[str, Any]) -> None:
+        path = self.path(*args, **named)
+        self.paths[path] = self.paths.get(path, 0) + 1
+
+    def flags(self, watch: Tap | None) -> dict[str, Tensor]:
+        """The argument ``flags`` for a backend that raises the words of `watch` itself; empty for every other.
+
+        `watch` is an observer; one that keeps flags has ``flag_rows(names)``, the words of neighbouring points or None,
+        and takes those that it gives away as written. A lenient call has none: what breaks off may leave some raised.
+        """
+        names = self.resolution.backend.flags
+        rows = getattr(watch, "flag_rows", None) if names and self.strict else None
+        words = None if rows is None else rows(names)
+        return {} if words is None else {"flags": words}
 
     def _raise_unless_of_backend(self, error: Exception, of_observer: Sequence[Exception]) -> None:
         """Pass on what is no failure of this backend: of an observer, of an op inside this one, unusable input."""
@@ -133,7 +167,10 @@ class Site:
         while True:
             resolution = self.resolution
             try:
-                return self.run(*args, **named)
+                found = self.run(*args, **named)
+                if self.path is not None:
+                    self._note_path(args, named)
+                return found
             except Exception as error:  # whatever it is, it is told: repeated, replaced or raised
                 self._raise_unless_of_backend(error, of_observer)
                 kept.restore(error)
@@ -162,7 +199,7 @@ class Site:
         self.calls -= 1
         if self.calls:
             self.past.append(self._row())
-            self.retries = 0
+            self.retries, self.paths = 0, {}
         self.calls = 1  # a retry of the only call is told with who served it
         self._take(chosen)
 
@@ -194,7 +231,7 @@ class Site:
 
     def forget(self) -> None:
         """Forget the counts; the choice stays."""
-        self.past, self.calls, self.retries = [], 0, 0
+        self.past, self.calls, self.retries, self.paths = [], 0, 0, {}
 
     def _row(self) -> Attestation:
         resolution, call = self.resolution, self.call
@@ -203,6 +240,7 @@ class Site:
             call.op, resolution.backend.name, call.tensor_device, dtype_name(call.dtype),
             "1" if call.tokens == 1 else "2 and more", self.calls, resolution.reason, resolution.refused, self.retries,
             replaced, self.calls if resolution.routed else 0, self.calls if resolution.cast else 0,
+            tuple(self.paths.items()),
         )  # fmt: skip
 
 
@@ -221,7 +259,7 @@ def merged(rows: Iterable[Attestation]) -> list[Attestation]:
                 *key, before.calls + row.calls, ALSO.join(reasons), _distinct(before.refused + row.refused),
                 before.retries + row.retries,
                 tuple(dict.fromkeys(before.replaced + row.replaced)), before.routed + row.routed,
-                before.cast + row.cast,
+                before.cast + row.cast, _counted(before.paths + row.paths),
             )  # fmt: skip
         groups[key] = row
     return [groups[key] for key in sorted(groups)]
@@ -233,6 +271,13 @@ def _distinct(texts: Iterable[Any]) -> tuple:
     for text in texts:
         found.setdefault(re.sub(r"\d+", "#", str(text)), text)
     return tuple(found.values())
+
+
+def _counted(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    counts: dict[str, int] = {}
+    for text, count in pairs:
+        counts[text] = counts.get(text, 0) + count
+    return tuple(counts.items())
 
 
 class _Kept:

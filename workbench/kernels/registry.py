@@ -7,7 +7,7 @@ backend or cast its inputs; both are part of the outcome. What happens when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from workbench.kernels.machine import Machine, this_machine
 from workbench.kernels.requirements import Requires, dtype_name
 from workbench.kernels.signatures import DOCUMENTED_ORDER, Given, foreign
 from workbench.numerics import NumericsPolicy
+from workbench.taps import LAYER_TAPS
 
 if TYPE_CHECKING:
     from workbench.cards import Card
@@ -66,6 +67,10 @@ class Backend:
     rounds_inside
               operands of its inner products are rounded to the dtype of the inputs, as tensor cores take them: what the
               contract holds to fp32 (a recurrent state) is as far off as that dtype rounds
+    flags     tap points of its results, neighbours in the order of `taps.LAYER_TAPS`, whose words (`tracing.flags`) its
+              kernels raise themselves where `run` is given ``flags``, int32 [len(flags), 2]
+    path      (arguments of a call) -> which way through its kernels the call takes, in a few words that are attested:
+              a function of shapes and settings, asked before each call; None where there is one way
     """
 
     op: str
@@ -77,6 +82,16 @@ class Backend:
     policy: str | None = None
     forms: Mapping[str, tuple[tuple[Given, ...], ...]] = field(default_factory=dict)
     rounds_inside: bool = False
+    flags: tuple[str, ...] = ()
+    path: Callable[..., str] | None = None
+
+    def __post_init__(self) -> None:
+        places = [list(LAYER_TAPS).index(name) for name in self.flags]
+        if places != list(range(places[0], places[0] + len(places)) if places else ()):
+            raise BackendError(
+                f"op {self.op}: backend {self.name}: flags: expected neighbours in the order of taps.LAYER_TAPS, found "
+                f"{', '.join(self.flags)}; reorder them, and the rows that the kernel raises"
+            )
 
     def refusal(self, call: Call) -> str | None:
         """Why the call cannot be served, None where it can; says everything that can be known before the call."""
@@ -133,27 +148,28 @@ def register_operation(
 
 
 def _declared(op: str, name: str, module: Any) -> Backend:
-    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES, POLICY, FORMS and
-    ROUNDS_INSIDE."""
+    """The backend that a module offers: ``run``, ``supports``, and optional REQUIRES, MUTATES, POLICY, FORMS,
+    ROUNDS_INSIDE, FLAGS and ``path``."""
     return Backend(
         op, name, module.run, module.supports, getattr(module, "REQUIRES", Requires()),
         tuple(getattr(module, "MUTATES", ())), getattr(module, "POLICY", None), getattr(module, "FORMS", {}),
-        getattr(module, "ROUNDS_INSIDE", False),
+        getattr(module, "ROUNDS_INSIDE", False), tuple(getattr(module, "FLAGS", ())), getattr(module, "path", None),
     )  # fmt: skip
 
 
 def register_backend(
     op: str, name: str, run: Callable[..., Any], supports: Callable[[Call], str | None], *,
     requires: Requires | None = None, mutates: Collection[str] = (), policy: str | None = None,
-    rounds_inside: bool = False,
+    rounds_inside: bool = False, flags: Sequence[str] = (), path: Callable[..., str] | None = None,
 ) -> None:  # fmt: skip
     """Add a backend to a declared op; it runs only where it is named. Raises BackendError if the name is taken."""
     operation = operation_named(op)
     if name in operation.backends:
         raise BackendError(f"op {op}: backend {name!r} is registered already; choose another name")
     added = Backend(
-        op, name, run, supports, requires or Requires(), tuple(mutates), policy, rounds_inside=rounds_inside
-    )
+        op, name, run, supports, requires or Requires(), tuple(mutates), policy, rounds_inside=rounds_inside,
+        flags=tuple(flags), path=path,
+    )  # fmt: skip
     OPERATIONS[op] = Operation(op, dict(operation.backends) | {name: added}, operation.automatic_order)
 
 

@@ -45,6 +45,7 @@ def attested(runs: Mapping[str, Iterable[Any]]) -> Shown:
 
 def _cells(label: str, row: Mapping[str, Any]) -> tuple:
     why = re.sub(_ORDER, r"first in order on \1 that can serve", str(row.get("reason", "not said")))
+    why += "".join(f"; {path} ({count} of {row.get('calls')} calls)" for path, count in row.get("paths", ()))
     for name, what in (("routed", "calls routed"), ("cast", "calls with inputs cast")):
         why += f"; {row[name]} {what}" if row.get(name) else ""
     refused = "; ".join(f"{name}: {reason}" for name, reason in row.get("refused", ()))

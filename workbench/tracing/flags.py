@@ -19,7 +19,8 @@ finite float32. The words may hold
 more than the largest magnitude as long as that bound itself is below NEAR_LIMIT_SHARE of the dtype's limit: a norm
 that small proves all values finite and far from the limit with one read. Above it they are exact.
 
-**Who writes when.** A forward pass starts with all words at -1. Each tap point (or kernel) raises its own two. The end
+**Who writes when.** A forward pass starts with all words at -1. Each tap point raises its own two, or the kernel that
+computes its tensor does (`FlagTap.flag_rows`), and then nothing reads the tensor for it once more. The end
 of the pass (the logits, or `Flags.end_step`) moves `words` into row ``count % steps`` of `ring`, int32
 [steps, points, 2], adds 1 to `count` (int64 [1]) and sets `words` to -1; all on the device, in operators of a fixed
 number and shape, so a captured CUDA graph does the same at each replay. The host reads `ring` and `count` when asked.
@@ -27,8 +28,8 @@ number and shape, so a captured CUDA graph does the same at each replay. The hos
 Under `torch.compile` a function with taps stays one graph. A layer of the model breaks into several by itself (`Joint`
 compares addresses of weights); its flags are the same with the breaks.
 
-Tap points inside an op (`taps.STAGES`) exist in PyTorch only for an observer that pays for them: they are written with
-``inside=True``, and by kernels that compute them anyway.
+Tap points inside an op (`taps.STAGES`) exist only for an observer that pays for them: they are written with
+``inside=True``, in PyTorch, as is every tensor that an outer tap has seen, since it may have been replaced there.
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ class Flags:
             self._norms, self._norm_array = self._norm.unbind(), self._norm.numpy()
         self._proven: _Proven | None = None
         self._written: set[int] = set()
+        #: Points that a kernel raises before they are next seen.
+        self._by_kernel: set[int] = set()
+        self._rows_of: dict[tuple[int, int], Tensor] = {}
         #: What each point last held, and the same for each pass that the host has seen: (dtype, shape) by point.
         self._kinds: dict[int, tuple[torch.dtype, torch.Size]] = {}
         self._passes: deque[dict[int, tuple[torch.dtype, torch.Size]]] = deque(maxlen=steps)
@@ -135,6 +139,14 @@ class Flags:
     def pointer(self, name: str) -> int:
         """Address of the two words of a tap point, for a kernel that writes them itself."""
         return self.words.data_ptr() + WORDS * self.words.element_size() * self.index[name]
+
+    def given_away(self, first: int, end: int) -> Tensor:
+        """The words of the points `first` to `end` - 1, for a kernel that raises them before those are next written."""
+        self._by_kernel.update(range(first, end))
+        rows = self._rows_of.get((first, end))
+        if rows is None:
+            rows = self._rows_of[first, end] = self.words[first:end]
+        return rows
 
     def write(self, name: str, x: Tensor) -> None:
         """Check a floating-point tensor of any shape at the point `name`; a second one in the same pass is joined."""
@@ -145,6 +157,10 @@ class Flags:
         if x.requires_grad:
             x = x.detach()
         self._kinds[point] = (x.dtype, x.shape)
+        if point in self._by_kernel:
+            self._by_kernel.discard(point)
+            self._written.add(point)
+            return
         if point in self._written:
             self._join(point, x)
             return
@@ -230,6 +246,7 @@ class Flags:
         self._passes.append({point: self._kinds[point] for point in self._written})
         self._ended += 1
         self._written.clear()
+        self._by_kernel.clear()
         self._proven = None
 
     @property
@@ -359,6 +376,19 @@ class FlagTap:
         if name == taps.LOGITS:
             self.flags.end_step()
         return tensor
+
+    def flag_rows(self, names: tuple[str, ...]) -> Tensor | None:
+        """The words of these points, int32 [len(names), 2], for a kernel that raises them; each is then seen once.
+
+        None where they have to be read off the tensors: where an outer tap may replace those, with `inside`, and where
+        the buffer lacks one of the points or has others between them.
+        """
+        if self.outer is not None or self.inside:
+            return None
+        points = [self._points.get(name) for name in names]
+        if None in points or points != list(range(points[0], points[0] + len(points))):
+            return None
+        return self.flags.given_away(points[0], points[0] + len(points))
 
     def scope(self, prefix: str) -> FlagTap:
         if self.outer is None and prefix in self._scopes:

@@ -198,7 +198,9 @@ def _name(dtype: torch.dtype) -> str:
 def _since(row: Attestation, before: Attestation) -> Attestation:
     """What was counted after `before`."""
     counts = ("calls", "retries", "routed", "cast")
-    return replace(row, **{name: getattr(row, name) - getattr(before, name) for name in counts})
+    earlier = dict(before.paths)
+    paths = tuple((path, count - earlier.get(path, 0)) for path, count in row.paths if count > earlier.get(path, 0))
+    return replace(row, paths=paths, **{name: getattr(row, name) - getattr(before, name) for name in counts})
 
 
 def _rows(kernels: Kernels) -> dict[tuple[str, str, str, str, str], Attestation]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from workbench import taps
 from workbench.kernels.causal_conv import spec
 from workbench.kernels.contract import (
     Arguments,
@@ -88,6 +89,6 @@ CONTRACTS = (
     Contract(
         op=spec.OP, spec=spec, outputs=("y", "window"), cases=cases, limit=limit,
         tolerance=f"y {rounding_text(1)}; the window exactly", output_dtype=same_dtype, may_update=("window",),
-        probes=probes,
+        probes=probes, flagged={taps.GDN_CONV: "y"},
     ),
 )  # fmt: skip

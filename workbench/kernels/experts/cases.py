@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from workbench import taps
 from workbench.kernels.contract import (
     Arguments,
     Contract,
@@ -81,6 +82,6 @@ def probes() -> Mapping[str, NanProbe]:
 CONTRACTS = (
     Contract(
         op=spec.OP, spec=spec, outputs=("out",), cases=cases, limit=rounding_limit(8), tolerance=rounding_text(8),
-        output_dtype=same_dtype, probes=probes,
+        output_dtype=same_dtype, probes=probes, flagged={taps.MOE_EXPERTS: "out"},
     ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench import taps
 from workbench.kernels.contract import Arguments, Contract, NanProbe, bounds_of, tokens_text
 from workbench.kernels.gated_delta_rule import spec
 from workbench.kernels.gated_delta_rule.extremes import LIMIT, VALID_EXTREMES
@@ -168,5 +169,6 @@ CONTRACTS = (
         "and float16 eps / 2, one rounding",
         wide=("log_decay", "initial_state"), may_update=("initial_state",), layout_limit=1e-7,
         gradient_limit=gradient_limit, probes=probes, unpromised=unpromised, repeats=repeats,
+        flagged={taps.GDN_STATE: "state", taps.GDN_OUT: "out"},
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from workbench import taps
 from workbench.kernels.contract import (
     Arguments,
     Contract,
@@ -82,5 +83,6 @@ CONTRACTS = (
     Contract(
         op=spec.GATED_RMS_NORM, spec=spec, outputs=("y",), cases=gated_rms_norm, limit=rounding_limit(2),
         tolerance=rounding_text(2), output_dtype=same_dtype, probes=gated_rms_norm_probes,
+        flagged={taps.GDN_NORM: "y"},
     ),
 )  # fmt: skip

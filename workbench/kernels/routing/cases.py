@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from workbench import taps
 from workbench.kernels.contract import Arguments, Contract, NanProbe, rounding_limit, rounding_text, tokens_text
 from workbench.kernels.routing import spec
 
@@ -86,6 +87,6 @@ CONTRACTS = (
     Contract(
         op=spec.OP, spec=spec, outputs=("weights", "experts"), cases=cases, limit=rounding_limit(1),
         tolerance=rounding_text(1) + "; experts exactly, ties too", output_dtype=output_dtype, probes=probes,
-        legal=legal,
+        legal=legal, flagged={taps.MOE_TOPK: "weights"},
     ),
 )  # fmt: skip
