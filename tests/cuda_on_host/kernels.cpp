@@ -1,0 +1,60 @@
+// The kernels of the gated delta rule for a CPU, see block_model.h. Built with -DBUILD_ELEMENT=... -DBUILD_KEYS=...
+// -DBUILD_ROWS=..., the functions have the names and arguments of those that nvcc builds.
+#define KERNEL_HOST_MODEL "block_model.h"
+#include "chunk.cuh"
+#include "recurrent.cuh"
+
+template <typename T>
+void multiply_tile(float (&tile)[4], const Left<T>& left, unsigned upper, unsigned lower) {
+    if constexpr (sizeof(T) == 2) {
+        int lane = own_lane();
+        unsigned* own = words_of(lane);
+        for (int i = 0; i < 4; i++) own[i] = left.x[i].bits;
+        own[4] = upper, own[5] = lower;
+        wait_for_warp();
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4, column = lane % 4 * 2 + i % 2;
+            for (int k = 0; k < 16; k++) {
+                unsigned a = words_of(row * 4 + k % 8 / 2)[i / 2 + k / 8 * 2];
+                unsigned b = words_of(column * 4 + k % 8 / 2)[4 + k / 8];
+                tile[i] += value(T{(Bits16)(a >> k % 2 * 16)}) * value(T{(Bits16)(b >> k % 2 * 16)});
+            }
+        }
+        wait_for_warp();
+    }
+}
+
+using block_model::launch;
+
+template <int WARPS>
+void scan(const ChunkArguments& a, int stages, unsigned seed) {
+    using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
+    int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
+    launch(parts * a.value_heads * a.sequences, 1, 32 * WARPS, stages * Layout::bytes(a.u != nullptr), seed,
+           [&] { chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>(a, stages); });
+}
+
+extern "C" {
+
+int launch_chunks(const ChunkArguments* a, int warps, int stages, void* seed) {
+    using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
+    unsigned order = (unsigned)(unsigned long long)seed;
+    launch(a->chunks, a->key_heads, Layout::THREADS, Layout::bytes(a->u != nullptr), order,
+           [=] { chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>(*a); });
+    if (warps == 8)
+        scan<8>(*a, stages, order);
+    else
+        scan<2>(*a, stages, order);
+    return 0;
+}
+
+int launch_recurrent(const RecurrentArguments* a, void* seed) {
+    int parts = (a->value_dim + RECURRENT_COLUMNS - 1) / RECURRENT_COLUMNS;
+    int bytes = (2 * BUILD_KEYS + 2 * RECURRENT_WARPS * RECURRENT_COLUMNS) * 4;
+    launch(parts * a->value_heads * a->sequences, 1, 32 * RECURRENT_WARPS, bytes, (unsigned)(unsigned long long)seed,
+           [=] { recurrent<BUILD_KEYS>(*a); });
+    return 0;
+}
+
+const char* error_text(int) { return "none"; }
+}

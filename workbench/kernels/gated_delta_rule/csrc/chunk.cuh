@@ -1,0 +1,553 @@
+// The gated delta rule in chunks of ROWS tokens, in two kernels.
+//
+// With G the cumulative log decay inside a chunk and D_ij = exp(G_i - G_j) for j <= i, 0 above:
+//
+//   chunk_prepare, a block per chunk and key head (needs no state):
+//     inverse = (I + L)^-1, L_ij = beta_i (k_i . k_j) D_ij below the diagonal      intra = (q k^T) o D
+//   chunk_scan, a block per sequence, value head and 16 WARPS value columns, chunk after chunk, S the state:
+//     r = beta o (v - e^G o (k S))     v' = inverse r     o = e^G o (q S) + intra v'
+//     S <- e^(G_C) S + k^T (e^(G_C - G) o v')
+//
+// The scan holds S transposed, 16 value columns a warp, in registers: the state, r and v' are then left operands of the
+// next product as they stand, and no warp waits for another but for what is loaded.
+// Where rows of the solve are limited, chunk_prepare solves for u = inverse (beta v) and w = inverse (beta e^G k), and
+// the scan takes v' = u - w S.
+//
+// Operands of a product are rounded to T, sums and state are fp32, G and its differences as the policy says.
+// Source: arXiv 2406.06484 section 3 (chunk form), arXiv 2412.06464 (scalar gate).
+#pragma once
+#include "device.cuh"
+
+enum ExponentForm { DIFFERENCE_THEN_MASK, MASK_AFTER, MULTIPLY_MASK, FACTORED, FACTORED_MASK_AFTER, MIDPOINT };
+enum CumsumKind { CUMSUM_FLOAT64, CUMSUM_FLOAT32, CUMSUM_SEGSUM, CUMSUM_BFLOAT16, CUMSUM_FLOAT16 };
+
+// Rows R are all tokens of a call, N chunks of ROWS rows each, V value heads, H key heads; T is the dtype of q, k, v.
+struct ChunkArguments {
+    const void* q;               // [R, H, K] T
+    const void* k;               // [R, H, K] T
+    const void* v;               // [R, V, W] T
+    const float* log_decay;      // [R, V]
+    const float* beta;           // [R, V]
+    const float* initial_state;  // [S, V, K, W], or null for zero
+    void* out;                   // [R, V, W] T
+    float* state;                // [S, V, K, W]
+    void* inverse;               // [N, V, ROWS, ROWS] T; w [N, V, ROWS, K] T where rows are limited
+    void* intra;                 // [N, V, ROWS, ROWS] T
+    void* u;                     // [N, V, ROWS, W] T where rows are limited, otherwise null
+    float* factors;              // [N, V, 4 ROWS + 4]: beta, beta e^G, e^G of the readout, e^(G_C - G); then e^(G_C)
+    const int* chunk_table;      // [N, 2] first row and rows of a chunk; null: `tokens` rows for each sequence
+    const int* sequence_table;   // [S, 2] first chunk and chunks of a sequence; null likewise
+    int* out_flag;               // two words each, see raise_flag; null: none
+    int* state_flag;
+    int sequences, tokens, chunks;
+    int key_heads, value_heads, key_dim, value_dim;
+    int exponent_form, cumsum_kind;
+    int keys_are_aligned, values_are_aligned;  // rows of q and k, of v, out and u: whole pieces of 16 bytes
+    Limits cumsum, k_decay, inter_attention, state_update, solve_rows, state_limits;
+};
+
+// First row and number of rows of chunk n.
+template <int ROWS>
+DEVICE void find_chunk(const ChunkArguments& a, int n, long long& row, int& rows) {
+    if (a.chunk_table) {
+        row = a.chunk_table[2 * n];
+        rows = a.chunk_table[2 * n + 1];
+    } else {
+        int steps = (a.tokens + ROWS - 1) / ROWS, step = n % steps;
+        row = (long long)(n / steps) * a.tokens + step * ROWS;
+        rows = a.tokens - step * ROWS < ROWS ? a.tokens - step * ROWS : ROWS;
+    }
+}
+
+// ROWS x COLUMNS of a matrix in global memory to shared memory, zero beyond `rows` and `columns`.
+template <int ROWS, int COLUMNS, int STRIDE, typename T>
+DEVICE void fetch_tile(T* tile, const T* matrix, long long stride, int rows, int columns, bool is_aligned, int thread,
+                       int threads) {
+    if (is_aligned) {
+        constexpr int PIECE = 16 / (int)sizeof(T), PIECES = COLUMNS / PIECE;
+        for (int i = thread; i < ROWS * PIECES; i += threads) {
+            int row = i / PIECES, column = i % PIECES * PIECE;
+            bool is_there = row < rows && column < columns;
+            copy_16_bytes(tile + row * STRIDE + column, is_there ? matrix + row * stride + column : matrix, is_there);
+        }
+    } else {
+        for (int i = thread; i < ROWS * COLUMNS; i += threads) {
+            int row = i / COLUMNS, column = i % COLUMNS;
+            bool is_there = row < rows && column < columns;
+            tile[row * STRIDE + column] = is_there ? matrix[row * stride + column] : rounded<T>(0.0f);
+        }
+    }
+}
+
+// ---- exponentials of a chunk
+
+struct Exponents {
+    const double* sums;  // [ROWS] G
+    const float* gates;  // [ROWS]
+    int form, kind, rows;
+
+    DEVICE float narrowed(float x) const {
+        return kind == CUMSUM_BFLOAT16 ? bfloat16_value(bfloat16_bits(x)) : float16_value(float16_bits(x));
+    }
+    // exp of an exponent in nats, in the format of the sums.
+    DEVICE float exp(double x) const {
+        if (kind == CUMSUM_FLOAT64) return exp2_of((float)(x * 1.4426950408889634));
+        if (kind == CUMSUM_FLOAT32 || kind == CUMSUM_SEGSUM) return exp_of((float)x);
+        return narrowed(exp_of(narrowed((float)x)));
+    }
+    DEVICE double minus(double x, double y) const {
+        if (kind == CUMSUM_FLOAT64) return x - y;
+        float difference = (float)x - (float)y;
+        return kind == CUMSUM_FLOAT32 || kind == CUMSUM_SEGSUM ? difference : narrowed(difference);
+    }
+    // G_i - G_j; of windows summed by themselves 0 above the diagonal.
+    DEVICE double difference(int i, int j) const {
+        if (kind != CUMSUM_SEGSUM) return minus(sums[i], sums[j]);
+        float sum = 0.0f;
+        for (int row = j + 1; row <= i; row++) sum += gates[row];
+        return sum;
+    }
+    DEVICE bool is_factored() const { return form >= FACTORED; }
+    DEVICE double anchor() const {
+        if (form != MIDPOINT) return 0.0;
+        double ends = sums[0] + sums[rows - 1];
+        if (kind == CUMSUM_FLOAT64) return 0.5 * ends;
+        float half = 0.5f * (float)ends;
+        return kind == CUMSUM_FLOAT32 || kind == CUMSUM_SEGSUM ? half : narrowed(0.5f * narrowed((float)ends));
+    }
+    // D_ij.
+    DEVICE float pair(int i, int j) const {
+        if (form == DIFFERENCE_THEN_MASK || form == MASK_AFTER) return j <= i ? exp(difference(i, j)) : 0.0f;
+        float mask = j <= i ? 1.0f : 0.0f, decay;
+        if (is_factored()) {
+            double middle = anchor();
+            decay = exp(minus(sums[i], middle)) * exp(minus(middle, sums[j]));
+        } else {
+            decay = exp(difference(i, j));
+        }
+        if (form == FACTORED_MASK_AFTER || form == MIDPOINT) return j <= i ? decay : 0.0f;
+        return decay * mask;  // infinity times 0 is NaN: the fault that these forms are kept to show
+    }
+    // e^(G_C - G_i), its exponents limited.
+    DEVICE float until_end(int i, Limits limits) const {
+        int last = rows - 1;
+        if (!is_factored()) return exp(limited(difference(last, i), limits));
+        double middle = anchor();
+        return exp(limited(minus(sums[last], middle), limits)) * exp(limited(minus(middle, sums[i]), limits));
+    }
+    DEVICE float since_start(int i, Limits limits) const { return exp(limited(sums[i], limits)); }
+};
+
+// ---- chunk_prepare
+
+template <typename T, int KEYS, int ROWS>
+struct Prepared {
+    static constexpr int THREADS = 2 * ROWS;
+    static constexpr int STRIDE = KEYS + row_padding<T>();  // of the tiles of q and k
+    static constexpr int LOWER = ROWS + 4;                  // of L, transposed: element (i, j) at [j * LOWER + i]
+    // Solved columns, [ROWS, columns] fp32: those of the inverse, or of u and w, THREADS at a time.
+    ON_BOTH static constexpr int columns(bool limits_rows) { return limits_rows ? THREADS : ROWS; }
+    ON_BOTH static constexpr int gate_bytes() { return ROWS * (int)(sizeof(double) + 2 * sizeof(float)); }
+    // The tiles are read before L is written in their place.
+    ON_BOTH static constexpr int bytes(bool limits_rows) {
+        int tiles = 2 * ROWS * STRIDE * (int)sizeof(T);
+        int solve = ROWS * (LOWER + columns(limits_rows)) * (int)sizeof(float);
+        return gate_bytes() + (tiles > solve ? tiles : solve);
+    }
+};
+
+// Column `column` of the solution x of (I + L) x = right, `from` the first row that is not zero, into `solved`.
+template <int ROWS, int LOWER, typename Right>
+DEVICE void solve_column(float* solved, int columns, int column, const float* lower, int from, Limits limits,
+                         Right right) {
+    constexpr int BLOCK = 16;
+    for (int start = 0; start < ROWS; start += BLOCK) {
+        float x[BLOCK];
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) x[i] = right(start + i);
+        for (int j = from; j < start; j++) {
+            float known = solved[j * columns + column];
+#pragma unroll
+            for (int i = 0; i < BLOCK; i++) x[i] -= lower[j * LOWER + start + i] * known;
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) {
+#pragma unroll
+            for (int j = 0; j < i; j++) x[i] -= lower[(start + j) * LOWER + start + i] * x[j];
+            x[i] = limited(x[i], limits);
+            solved[(start + i) * columns + column] = x[i];
+        }
+    }
+}
+
+template <typename T, int KEYS, int ROWS>
+__global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
+    using Layout = Prepared<T, KEYS, ROWS>;
+    SHARED_MEMORY(memory);
+    double* sums = (double*)memory;
+    float* gates = (float*)(sums + ROWS);
+    float* betas = gates + ROWS;
+    T* k_tile = (T*)(memory + Layout::gate_bytes());
+    T* q_tile = k_tile + ROWS * Layout::STRIDE;
+    float* lower = (float*)k_tile;
+    float* solved = lower + ROWS * Layout::LOWER;
+
+    int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    int n = (int)blockIdx.x, key_head = (int)blockIdx.y, group = a.value_heads / a.key_heads;
+    bool limits_rows = a.u != nullptr;
+    long long row;
+    int rows;
+    find_chunk<ROWS>(a, n, row, rows);
+    long long stride = (long long)a.key_heads * a.key_dim, place = row * stride + (long long)key_head * a.key_dim;
+    const T* k = (const T*)a.k + place;
+    fetch_tile<ROWS, KEYS, Layout::STRIDE>(k_tile, k, stride, rows, a.key_dim, a.keys_are_aligned, thread,
+                                           Layout::THREADS);
+    fetch_tile<ROWS, KEYS, Layout::STRIDE>(q_tile, (const T*)a.q + place, stride, rows, a.key_dim, a.keys_are_aligned,
+                                           thread, Layout::THREADS);
+    end_of_copies();
+    copies_have_landed<0>();
+    wait_for_block();
+
+    // Rows 16 warp to 16 warp + 15 of k k^T and q k^T, shared by the value heads of the key head.
+    constexpr int TILES = ROWS / 8;
+    float kk[TILES][4] = {}, qk[TILES][4] = {};
+    bool is_full = a.exponent_form != DIFFERENCE_THEN_MASK && a.exponent_form != MASK_AFTER;
+    int tiles = is_full ? TILES : 2 * warp + 2;
+    for (int at = 0; at < KEYS; at += 16) {
+        Left<T> of_k = load_left(k_tile + warp * 16 * Layout::STRIDE + at, Layout::STRIDE, lane);
+        Left<T> of_q = load_left(q_tile + warp * 16 * Layout::STRIDE + at, Layout::STRIDE, lane);
+        multiply<false>(kk, of_k, k_tile + at, Layout::STRIDE, lane, 0, tiles);
+        multiply<false>(qk, of_q, k_tile + at, Layout::STRIDE, lane, 0, tiles);
+    }
+
+    for (int head = key_head * group; head < (key_head + 1) * group; head++) {
+        wait_for_block();  // the tiles, or what the last head has left in their place, have been read
+        if (thread < ROWS) {
+            long long at = (row + thread) * a.value_heads + head;
+            gates[thread] = thread < rows ? a.log_decay[at] : 0.0f;
+            betas[thread] = thread < rows ? a.beta[at] : 0.0f;
+        }
+        wait_for_block();
+        if (thread < ROWS) {
+            double sum = 0.0;
+            if (a.cumsum_kind == CUMSUM_FLOAT64) {
+                for (int i = 0; i <= thread; i++) sum += (double)gates[i];
+                sum = limited(sum, a.cumsum);
+            } else {
+                float narrow = 0.0f;
+                for (int i = 0; i <= thread; i++) narrow += gates[i];
+                sum = limited(narrow, a.cumsum);
+            }
+            sums[thread] = sum;
+        }
+        Exponents exponents{sums, gates, a.exponent_form, a.cumsum_kind, ROWS};
+        if (a.cumsum_kind >= CUMSUM_BFLOAT16 && thread < ROWS) sums[thread] = exponents.narrowed((float)sums[thread]);
+        wait_for_block();
+
+        long long matrix = (long long)n * a.value_heads + head;
+        if (thread < ROWS) {
+            float* factors = a.factors + matrix * (4 * ROWS + 4);
+            float beta = betas[thread];
+            factors[thread] = beta;
+            factors[ROWS + thread] = beta * exponents.since_start(thread, a.k_decay);
+            factors[2 * ROWS + thread] = exponents.since_start(thread, a.inter_attention);
+            factors[3 * ROWS + thread] = exponents.until_end(thread, a.state_update);
+            if (thread < 4) factors[4 * ROWS + thread] = exponents.since_start(ROWS - 1, a.state_update);
+        }
+        T* intra = (T*)a.intra + matrix * ROWS * ROWS;
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            for (int half = 0; half < 2; half++) {
+                int i = warp * 16 + half * 8 + lane / 4, j = tile * 8 + lane % 4 * 2;
+                float decay[2] = {0.0f, 0.0f};
+                if (tile < tiles) {
+                    decay[0] = exponents.pair(i, j);
+                    decay[1] = exponents.pair(i, j + 1);
+                }
+                for (int next = 0; next < 2; next++)
+                    lower[(j + next) * Layout::LOWER + i] =
+                        j + next < i ? betas[i] * kk[tile][2 * half + next] * decay[next] : 0.0f;
+                bool is_zero = tile >= tiles;
+                *(Pair<T>*)(intra + i * ROWS + j) =
+                    is_zero ? paired<T>(0.0f, 0.0f)
+                            : paired<T>(!is_full && j > i ? 0.0f : qk[tile][2 * half] * decay[0],
+                                        !is_full && j + 1 > i ? 0.0f : qk[tile][2 * half + 1] * decay[1]);
+            }
+        }
+        wait_for_block();
+
+        if (!limits_rows) {
+            T* inverse = (T*)a.inverse + matrix * ROWS * ROWS;
+            if (thread < ROWS) {
+                solve_column<ROWS, Layout::LOWER>(solved, ROWS, thread, lower, thread / 16 * 16,
+                                                  a.solve_rows,
+                                                  [&](int i) { return i == thread ? 1.0f : 0.0f; });
+                for (int i = 0; i < ROWS; i++) inverse[i * ROWS + thread] = rounded<T>(solved[i * ROWS + thread]);
+            }
+        } else {
+            const T* v = (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
+            T* u = (T*)a.u + matrix * ROWS * a.value_dim;
+            T* w = (T*)a.inverse + matrix * ROWS * a.key_dim;
+            for (int column = thread; column < a.value_dim + a.key_dim; column += Layout::THREADS) {
+                int key = column - a.value_dim;  // below 0: a column of u
+                auto right = [&](int i) {
+                    if (i >= rows) return 0.0f;
+                    if (key < 0) return betas[i] * value(v[(long long)i * a.value_heads * a.value_dim + column]);
+                    return betas[i] * exponents.since_start(i, a.k_decay) * value(k[i * stride + key]);
+                };
+                solve_column<ROWS, Layout::LOWER>(solved, Layout::THREADS, thread, lower, 0, a.solve_rows, right);
+                for (int i = 0; i < ROWS; i++) {
+                    T x = rounded<T>(solved[i * Layout::THREADS + thread]);
+                    if (key < 0)
+                        u[i * a.value_dim + column] = x;
+                    else
+                        w[i * a.key_dim + key] = x;
+                }
+            }
+        }
+    }
+}
+
+// ---- chunk_scan
+
+template <typename T, int KEYS, int ROWS, int WARPS>
+struct Stage {
+    static constexpr int COLUMNS = 16 * WARPS;
+    static constexpr int PADDING = row_padding<T>();
+    static constexpr int KEY_STRIDE = KEYS + PADDING, VALUE_STRIDE = COLUMNS + PADDING, ROW_STRIDE = ROWS + PADDING;
+    static constexpr int Q = ROWS * KEY_STRIDE, V = 2 * Q, INTRA = V + ROWS * VALUE_STRIDE;
+    static constexpr int INVERSE = INTRA + ROWS * ROW_STRIDE;
+    // The last tile is the inverse, or w.
+    ON_BOTH static constexpr int elements(bool limits_rows) { return INVERSE + ROWS * (limits_rows ? KEY_STRIDE : ROW_STRIDE); }
+    ON_BOTH static constexpr int bytes(bool limits_rows) {
+        return elements(limits_rows) * (int)sizeof(T) + (4 * ROWS + 4) * (int)sizeof(float);
+    }
+};
+
+// A power of two that brings numbers of up to this magnitude to where Float16 has all its digits. Those below 2^-40
+// count as that much: what they are multiplied with must not overflow.
+DEVICE float scale_for(Bits32 magnitude) {
+    int exponent = (int)(magnitude >> 23);  // biased by 127
+    if (exponent == 255) return 1.0f;
+    return float_of((Bits32)(2 * 127 + 12 - (exponent < 87 ? 87 : exponent)) << 23);
+}
+
+// Of a left operand in Float16 the scales of the two rows that a lane has a part of: a state beyond 65504, or one that
+// has decayed to subnormal numbers, keeps its digits. Exact, and 1 for types with the range of float.
+template <typename T, int TILES>
+DEVICE void scales_of(const float (&tiles)[TILES][4], float& first, float& second) {
+    first = second = 1.0f;
+    if constexpr (is_float16<T>()) {
+        Bits32 most[2] = {0u, 0u};
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++) {
+                Bits32 bits = bits_of(tiles[n][i]) & 0x7fffffffu;
+                most[i / 2] = bits > most[i / 2] ? bits : most[i / 2];
+            }
+        for (int mask = 1; mask < 4; mask <<= 1)
+            for (int i = 0; i < 2; i++) {
+                Bits32 other = from_lane_xor(most[i], mask);
+                most[i] = other > most[i] ? other : most[i];
+            }
+        first = scale_for(most[0]);
+        second = scale_for(most[1]);
+    }
+}
+
+template <typename T, int KEYS, int ROWS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int stages) {
+    using Layout = Stage<T, KEYS, ROWS, WARPS>;
+    constexpr int THREADS = 32 * WARPS, STATE_TILES = KEYS / 8, TILES = ROWS / 8;
+    SHARED_MEMORY(memory);
+
+    int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
+    int part = (int)blockIdx.x % parts, head = (int)blockIdx.x / parts % a.value_heads;
+    int sequence = (int)blockIdx.x / parts / a.value_heads;
+    int key_head = head / (a.value_heads / a.key_heads);
+    bool limits_rows = a.u != nullptr;
+    int bytes = Layout::bytes(limits_rows);
+
+    int first_chunk, steps;
+    if (a.sequence_table) {
+        first_chunk = a.sequence_table[2 * sequence];
+        steps = a.sequence_table[2 * sequence + 1];
+    } else {
+        steps = (a.tokens + ROWS - 1) / ROWS;
+        first_chunk = sequence * steps;
+    }
+    int first_column = part * Layout::COLUMNS, columns = a.value_dim - first_column;
+    long long key_stride = (long long)a.key_heads * a.key_dim, value_stride = (long long)a.value_heads * a.value_dim;
+
+    auto fetch = [&](int step) {
+        unsigned char* stage = memory + step % stages * bytes;
+        T* tiles = (T*)stage;
+        float* factors = (float*)(tiles + Layout::elements(limits_rows));
+        int n = first_chunk + step, rows;
+        long long row, matrix = (long long)n * a.value_heads + head;
+        find_chunk<ROWS>(a, n, row, rows);
+        long long place = row * key_stride + (long long)key_head * a.key_dim;
+        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles, (const T*)a.k + place, key_stride, rows, a.key_dim,
+                                                   a.keys_are_aligned, thread, THREADS);
+        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles + Layout::Q, (const T*)a.q + place, key_stride, rows,
+                                                   a.key_dim, a.keys_are_aligned, thread, THREADS);
+        const T* v = limits_rows ? (const T*)a.u + matrix * ROWS * a.value_dim
+                                 : (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
+        fetch_tile<ROWS, Layout::COLUMNS, Layout::VALUE_STRIDE>(
+            tiles + Layout::V, v + first_column, limits_rows ? a.value_dim : value_stride, rows, columns,
+            a.values_are_aligned, thread, THREADS);
+        fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE>(tiles + Layout::INTRA, (const T*)a.intra + matrix * ROWS * ROWS,
+                                                   ROWS, ROWS, ROWS, true, thread, THREADS);
+        if (limits_rows)
+            fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles + Layout::INVERSE,
+                                                       (const T*)a.inverse + matrix * ROWS * a.key_dim, a.key_dim, ROWS,
+                                                       a.key_dim, a.keys_are_aligned, thread, THREADS);
+        else
+            fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE>(tiles + Layout::INVERSE,
+                                                       (const T*)a.inverse + matrix * ROWS * ROWS, ROWS, ROWS, ROWS,
+                                                       true, thread, THREADS);
+        fetch_tile<1, 4 * ROWS + 4, 4 * ROWS + 4>(factors, a.factors + matrix * (4 * ROWS + 4), 0, 1, 4 * ROWS + 4,
+                                                  true, thread, THREADS);
+        end_of_copies();
+    };
+
+    // S^T, rows 16 of the value columns, all keys. Value column and key of state[j][i]:
+    int column = first_column + warp * 16 + lane / 4, pair = lane % 4 * 2;
+    long long states = ((long long)sequence * a.value_heads + head) * a.key_dim;
+    float state[STATE_TILES][4];
+#pragma unroll
+    for (int j = 0; j < STATE_TILES; j++)
+        for (int i = 0; i < 4; i++) {
+            int key = j * 8 + pair + i % 2, here = column + i / 2 * 8;
+            bool is_there = a.initial_state && key < a.key_dim && here < a.value_dim;
+            state[j][i] = is_there ? a.initial_state[(states + key) * a.value_dim + here] : 0.0f;
+        }
+
+    Flag out_flag = {0, 0};
+    if (steps > 0) fetch(0);
+    for (int step = 0; step < steps; step++) {
+        if (stages > 1 && step + 1 < steps) {
+            fetch(step + 1);
+            copies_have_landed<1>();
+        } else {
+            copies_have_landed<0>();
+        }
+        wait_for_block();
+        unsigned char* stage = memory + step % stages * bytes;
+        T* k_tile = (T*)stage;
+        const T *q_tile = k_tile + Layout::Q, *intra = k_tile + Layout::INTRA, *inverse = k_tile + Layout::INVERSE;
+        T* v_tile = k_tile + Layout::V + warp * 16;
+        const float* factors = (const float*)(k_tile + Layout::elements(limits_rows));
+        const T* read_by = limits_rows ? inverse : k_tile;  // w, or k
+
+        // (k S)^T and (q S)^T
+        float r[TILES][4] = {}, o[TILES][4] = {}, first, second;
+        scales_of<T>(state, first, second);
+#pragma unroll
+        for (int j = 0; j < STATE_TILES; j += 2) {
+            Left<T> left = left_of<T>(state[j], state[j + 1], first, second);
+            multiply<false>(r, left, read_by + j * 8, Layout::KEY_STRIDE, lane);
+            multiply<false>(o, left, q_tile + j * 8, Layout::KEY_STRIDE, lane);
+        }
+        float back[2] = {1.0f / first, 1.0f / second};
+#pragma unroll
+        for (int c = 0; c < TILES; c++)
+            for (int i = 0; i < 4; i++) {
+                int row = c * 8 + pair + i % 2;
+                float read = r[c][i] * back[i / 2];
+                float v = value(v_tile[row * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8]);
+                r[c][i] = limits_rows ? v - read : factors[row] * v - factors[ROWS + row] * read;
+                o[c][i] *= factors[2 * ROWS + row] * back[i / 2];
+            }
+
+        // v'^T
+        float corrections[TILES][4] = {};
+        if (limits_rows) {
+#pragma unroll
+            for (int c = 0; c < TILES; c++)
+                for (int i = 0; i < 4; i++) corrections[c][i] = r[c][i];
+        } else {
+            scales_of<T>(r, first, second);
+#pragma unroll
+            for (int c = 0; c < TILES; c += 2)
+                multiply<false>(corrections, left_of<T>(r[c], r[c + 1], first, second), inverse + c * 8,
+                                Layout::ROW_STRIDE, lane, c);
+#pragma unroll
+            for (int c = 0; c < TILES; c++)
+                for (int i = 0; i < 4; i++) corrections[c][i] *= 1.0f / (i / 2 ? second : first);
+        }
+
+        // o^T: the readout of the state is in the scale of the corrections until the sum is done
+        scales_of<T>(corrections, first, second);
+        back[0] = 1.0f / first, back[1] = 1.0f / second;
+#pragma unroll
+        for (int c = 0; c < TILES; c++)
+            for (int i = 0; i < 4; i++) r[c][i] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < TILES; c += 2)
+            multiply<false>(r, left_of<T>(corrections[c], corrections[c + 1], first, second), intra + c * 8,
+                            Layout::ROW_STRIDE, lane);
+        // The warp's own columns of v have been read by all its lanes: the output is put in order in their place.
+        wait_for_warp();
+        int n = first_chunk + step, rows;
+        long long row;
+        find_chunk<ROWS>(a, n, row, rows);
+#pragma unroll
+        for (int c = 0; c < TILES; c++)
+            for (int i = 0; i < 4; i++) {
+                int here = c * 8 + pair + i % 2;
+                T x = rounded<T>(o[c][i] + r[c][i] * back[i / 2]);
+                if (a.out_flag && here < rows && column + i / 2 * 8 < a.value_dim) seen(out_flag, value(x));
+                v_tile[here * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8] = x;
+            }
+        wait_for_warp();
+        T* out = (T*)a.out + (row * a.value_heads + head) * a.value_dim + first_column + warp * 16;
+        if (a.values_are_aligned) {
+            constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE;
+            for (int i = lane; i < rows * PIECES; i += 32) {
+                int here = i / PIECES, at = i % PIECES * PIECE;
+                if (first_column + warp * 16 + at < a.value_dim)
+                    *(float4*)(out + here * value_stride + at) =
+                        *(const float4*)(v_tile + here * Layout::VALUE_STRIDE + at);
+            }
+        } else {
+            for (int i = lane; i < rows * 16; i += 32)
+                if (first_column + warp * 16 + i % 16 < a.value_dim)
+                    out[i / 16 * value_stride + i % 16] = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
+        }
+
+        // S^T
+        float whole = factors[4 * ROWS];
+#pragma unroll
+        for (int c = 0; c < TILES; c++)
+            for (int i = 0; i < 4; i++) corrections[c][i] *= factors[3 * ROWS + c * 8 + pair + i % 2];
+        scales_of<T>(corrections, first, second);
+        float to_scale[2] = {whole * first, whole * second};
+#pragma unroll
+        for (int j = 0; j < STATE_TILES; j++)
+            for (int i = 0; i < 4; i++) state[j][i] *= to_scale[i / 2];
+#pragma unroll
+        for (int c = 0; c < TILES; c += 2)
+            multiply<true>(state, left_of<T>(corrections[c], corrections[c + 1], first, second),
+                           k_tile + c * 8 * Layout::KEY_STRIDE, Layout::KEY_STRIDE, lane);
+        back[0] = 1.0f / first, back[1] = 1.0f / second;
+#pragma unroll
+        for (int j = 0; j < STATE_TILES; j++)
+            for (int i = 0; i < 4; i++) state[j][i] = limited(state[j][i] * back[i / 2], a.state_limits);
+        wait_for_block();
+        if (stages == 1 && step + 1 < steps) fetch(step + 1);
+    }
+
+    Flag state_flag = {0, 0};
+#pragma unroll
+    for (int j = 0; j < STATE_TILES; j++)
+        for (int i = 0; i < 4; i++) {
+            int key = j * 8 + pair + i % 2, here = column + i / 2 * 8;
+            if (key >= a.key_dim || here >= a.value_dim) continue;
+            a.state[(states + key) * a.value_dim + here] = state[j][i];
+            if (a.state_flag) seen(state_flag, state[j][i]);
+        }
+    if (a.out_flag) raise_flag(a.out_flag, out_flag, lane);
+    if (a.state_flag) raise_flag(a.state_flag, state_flag, lane);
+}

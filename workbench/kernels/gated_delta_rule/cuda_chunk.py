@@ -1,0 +1,234 @@
+"""The gated delta rule in chunks, CUDA C++ (csrc/chunk.cuh): one block of the scan for each sequence and value head.
+
+A first kernel computes for all chunks at once what needs no state, in fp32 from operands in the dtype of v; a second one
+walks through the chunks of each sequence and head with the state in registers. Blocks have 128 value columns, so a head
+is one block; `cuda_chunk_split` is the same with blocks of 32.
+
+Policies: every exponent form, cumsum and clamp of `torch_chunk`, chunks of 16, 32 and 64, solved by substitution. Rows
+of shared memory are padded by 16 bytes (`csrc/device.cuh`: ROW_PADDING_BYTES).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workbench import taps
+from workbench.errors import BackendError
+from workbench.kernels import cuda_build
+from workbench.kernels.gated_delta_rule import library_form, spec
+from workbench.kernels.layout import row_major
+from workbench.kernels.registry import Call
+from workbench.kernels.requirements import Requires
+from workbench.numerics import Clamp, NumericsPolicy
+from workbench.taps import Tap
+
+#: Tensor cores take the state, r and v' in the dtype of v.
+ROUNDS_INSIDE = True
+REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32))
+FLAGS = (taps.GDN_OUT, taps.GDN_STATE)
+
+#: Warps of a block of the scan, with 16 value columns each.
+WARPS, SPLIT_WARPS = 8, 2
+#: Rows of a chunk that kernels exist for, and key sizes: a smaller one is filled up with zeros.
+CHUNKS, KEY_SIZES = (16, 32, 64), (64, 128)
+
+SOURCE = Path(__file__).parent / "csrc" / "chunk.cu"
+ELEMENTS = {torch.float32: "float", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
+#: In the order of ExponentForm and CumsumKind in csrc/chunk.cuh.
+EXPONENT_FORMS = ("difference_then_mask", "mask_after", "multiply_mask", "factored", "factored_mask_after", "midpoint")
+CUMSUM_KINDS = ("float64", "float32", "segsum", "bfloat16", "float16")
+SOLVERS = ("auto", "block_substitution", "solve_triangular", "row_loop")
+
+
+class Limits(ctypes.Structure):
+    """`Limits` of csrc/device.cuh."""
+
+    _fields_ = (("low", ctypes.c_double), ("high", ctypes.c_double))
+
+    @classmethod
+    def of(cls, clamp: Clamp | None) -> Limits:
+        return cls(-math.inf, math.inf) if clamp is None else cls(clamp.lo, clamp.hi)
+
+
+_POINTERS = (
+    "q", "k", "v", "log_decay", "beta", "initial_state", "out", "state", "inverse", "intra", "u", "factors",
+    "chunk_table", "sequence_table", "out_flag", "state_flag",
+)  # fmt: skip
+_NUMBERS = (
+    "sequences", "tokens", "chunks", "key_heads", "value_heads", "key_dim", "value_dim", "exponent_form",
+    "cumsum_kind", "keys_are_aligned", "values_are_aligned",
+)  # fmt: skip
+#: Clamps by their field of ChunkArguments.
+_CLAMPS = {
+    "cumsum": "cumsum", "k_decay": "k_decay", "inter_attention": "inter_attention", "state_update": "state_update",
+    "solve_rows": "solve_rows", "state_limits": "state",
+}  # fmt: skip
+
+
+class ChunkArguments(ctypes.Structure):
+    """`ChunkArguments` of csrc/chunk.cuh, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int) for name in _NUMBERS),
+        *((name, Limits) for name in _CLAMPS),
+    )  # fmt: skip
+
+
+def chunk_rows(policy: NumericsPolicy, tokens: int) -> int:
+    """Rows of the chunks of a call: those of the policy; the fewest there are for one token, which has no chunk."""
+    return CHUNKS[0] if tokens == 1 else policy.chunk
+
+
+def stage_bytes(dtype: torch.dtype, rows: int, key_dim: int, warps: int, limits_rows: bool) -> int:
+    """Shared memory of one stage of the scan: what csrc/chunk.cuh calls Stage::bytes."""
+    size = dtype.itemsize
+    padding = 16 // size
+    keys = _padded_keys(key_dim) + padding
+    tiles = 2 * keys + (16 * warps + padding) + (rows + padding) + (keys if limits_rows else rows + padding)
+    return rows * tiles * size + (4 * rows + 4) * 4
+
+
+def _padded_keys(key_dim: int) -> int:
+    return next(size for size in KEY_SIZES if key_dim <= size)
+
+
+def form_refusal(call: Call, warps: int) -> str | None:
+    """What every kernel of this form refuses: gradients, policies, sizes, and GPUs with too little shared memory."""
+    policy = call.policy
+    if call.needs_grad:
+        return "has no backward pass; name a torch backend for training"
+    if policy.state_dtype != "float32":
+        return f"holds the state in float32; the policy asks for {policy.state_dtype}; use torch_chunk"
+    if call.tokens > 1 and policy.chunk not in CHUNKS:
+        return f"has chunks of {', '.join(map(str, CHUNKS))} rows; the policy asks for {policy.chunk}; use torch_chunk"
+    if call.tokens > 1 and policy.solver not in SOLVERS:
+        return f"solves by substitution; the policy asks for solver {policy.solver}; use torch_chunk"
+    if not call.weight_shape:
+        return None
+    key_dim = call.weight_shape[1]
+    if key_dim > KEY_SIZES[-1]:
+        return f"has kernels for key sizes up to {KEY_SIZES[-1]}, found {key_dim}"
+    if call.machine.capability is None:
+        return None
+    rows, limits_rows = chunk_rows(policy, call.tokens), policy.clamp("solve_rows", "prefill") is not None
+    needed = stage_bytes(call.dtype, rows, key_dim, warps, limits_rows)
+    found = cuda_build.shared_bytes(call.machine.capability)
+    if needed > found:
+        return (
+            f"needs {needed / 1024:.0f} KiB of shared memory for chunks of {rows} in {ELEMENTS[call.dtype]}, "
+            f"{call.machine.name} has {found / 1024:.0f}; ask for a policy with a smaller chunk"
+        )
+    return None
+
+
+def supports(call: Call) -> str | None:
+    return form_refusal(call, WARPS) or (cuda_build.refusal() if call.machine.is_here else None)
+
+
+@lru_cache(maxsize=256)
+def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First row and rows of each chunk [N, 2], first chunk and chunks of each sequence [S, 2], int32 on the device."""
+    chunks, sequences = [], []
+    for start, stop in itertools.pairwise(bounds):
+        first = len(chunks)
+        chunks += [(row, min(rows, stop - row)) for row in range(start, stop, rows)]
+        sequences.append((first, len(chunks) - first))
+    return tuple(
+        torch.tensor(table, dtype=torch.int32).reshape(-1, 2).to(device) for table in (chunks, sequences)
+    )  # type: ignore[return-value]
+
+
+def library(dtype: torch.dtype, key_dim: int, rows: int, device: torch.device) -> ctypes.CDLL:
+    """The kernels for a dtype, key size and chunk on the device's architecture, built on first use."""
+    macros = {
+        "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(_padded_keys(key_dim)), "BUILD_ROWS": str(rows),
+    }  # fmt: skip
+    return cuda_build.built(SOURCE, macros, torch.cuda.get_device_capability(device))
+
+
+def launch_stream(device: torch.device) -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+
+def raise_for(code: int, found: ctypes.CDLL, what: str) -> None:
+    """Raise BackendError where a launch returned an error of CUDA."""
+    if code:
+        found.error_text.restype = ctypes.c_char_p
+        raise BackendError(f"{what}: the launch failed with CUDA error {code}: {found.error_text(code).decode()}")
+
+
+def run_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, policy: NumericsPolicy, tap: Tap | None, flags: Tensor | None, warps: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`run` with blocks of `warps` warps in the scan."""
+    batch, tokens, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    device, dtype = v.device, v.dtype
+    phase, rows = spec.phase_of(tokens), chunk_rows(policy, tokens)
+    bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
+    q, k, v = (row_major(x.to(dtype)) for x in (q, k, v))
+    g, beta = library_form.gates(log_decay, policy, tokens), row_major(beta.to(torch.float32))
+    if initial_state is not None:
+        initial_state = row_major(initial_state.to(torch.float32))
+    if bounds is None:
+        sequences, chunks, chunk_table, sequence_table = batch, batch * -(-tokens // rows), None, None
+    else:
+        chunk_table, sequence_table = tables(tuple(bounds), rows, device)
+        sequences, chunks = len(sequence_table), len(chunk_table)
+    limits_rows = policy.clamp("solve_rows", phase) is not None
+
+    def scratch(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(chunks, value_heads, *shape, dtype=of, device=device)
+
+    tensors = {
+        "q": q, "k": k, "v": v, "log_decay": g, "beta": beta, "initial_state": initial_state,
+        "out": torch.empty_like(v),
+        "state": torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=device),
+        "inverse": scratch(rows, key_dim if limits_rows else rows), "intra": scratch(rows, rows),
+        "u": scratch(rows, value_dim) if limits_rows else None,
+        "factors": scratch(4 * rows + 4, of=torch.float32), "chunk_table": chunk_table,
+        "sequence_table": sequence_table,
+        "out_flag": None if flags is None else flags[0], "state_flag": None if flags is None else flags[1],
+    }  # fmt: skip
+    pieces = 16 // dtype.itemsize
+
+    def is_aligned(size: int, *names: str) -> bool:
+        return size % pieces == 0 and all(tensors[name].data_ptr() % 16 == 0 for name in names)
+
+    arguments = ChunkArguments(
+        **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
+        sequences=sequences, tokens=tokens, chunks=chunks, key_heads=key_heads, value_heads=value_heads,
+        key_dim=key_dim, value_dim=value_dim, exponent_form=EXPONENT_FORMS.index(policy.exponent),
+        cumsum_kind=CUMSUM_KINDS.index(policy.cumsum), keys_are_aligned=is_aligned(key_dim, "q", "k"),
+        values_are_aligned=is_aligned(value_dim, "v", "out"),
+        **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
+    )  # fmt: skip
+    stage = stage_bytes(dtype, rows, key_dim, warps, limits_rows)
+    stages = 2 if 2 * stage <= most_shared_bytes(device) else 1
+    found = library(dtype, key_dim, rows, device)
+    code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
+    raise_for(code, found, f"gated_delta_rule in chunks of {rows}")
+    return library_form.finished(tensors["out"], tensors["state"], policy, tap, like=v)
+
+
+def most_shared_bytes(device: torch.device) -> int:
+    return cuda_build.shared_bytes(torch.cuda.get_device_capability(device))
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None, flags: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `spec`. `flags` int32 [2, 2]: the words of FLAGS (see `tracing.flags`), raised in the kernel's epilogue."""
+    return run_in_blocks(
+        q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy,
+        tap=tap, flags=flags, warps=WARPS,
+    )  # fmt: skip
