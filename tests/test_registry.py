@@ -87,8 +87,8 @@ def test_one_token_takes_the_recurrence_and_more_take_chunks():
 def test_an_unknown_op_or_backend_names_the_known_ones():
     with pytest.raises(BackendError, match="unknown op 'softmax', expected one of alignment, attention, causal_conv"):
         resolve(call("softmax"))
-    with pytest.raises(BackendError, match="unknown backend 'triton_chunk', expected one of reference"):
-        resolve(call(DELTA_RULE), "triton_chunk")
+    with pytest.raises(BackendError, match="unknown backend 'fused_chunk', expected one of reference"):
+        resolve(call(DELTA_RULE), "fused_chunk")
 
 
 def test_an_op_that_nobody_can_serve_lists_every_refusal(operations):

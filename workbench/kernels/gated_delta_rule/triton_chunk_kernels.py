@@ -1,0 +1,294 @@
+"""The two kernels behind `triton_chunk`: what a chunk needs no state for, and the scan of chunks.
+
+For a chunk of C rows with cumulative log decay G, D_ij = exp(G_i - G_j) for j <= i and 0 above, and S entering:
+
+    systems:  X = (I + strictly lower part of beta_i (k_i . k_j) D_ij)^-1,   T = X diag(beta),   P = (q k^T) D
+    scan:     r = v - e^G S k,   v' = T r,   o = e^G S q + P v',   S <- e^{G_C} S + (e^{G_C - G} k)^T v'
+
+U = T v and W = T e^G k of the textbook form are never formed: T r = U - W S, for one product with T instead of two
+and nothing of size [C, K] in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from workbench.kernels import triton_runs
+
+#: Rows of the diagonal blocks that are inverted in one batch, before they are merged in the whole matrix.
+LEAF = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+#: Columns of the table of chunks, and of segments: see `triton_chunk.Layout`.
+CHUNK_COLUMNS, SEGMENT_COLUMNS = tl.constexpr(3), tl.constexpr(8)
+
+INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a b in fp32."""
+    if INTERPRETED:  # Triton's interpreter would multiply the bits of bfloat16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def merged(inverse, lower, half: tl.constexpr, rows, columns, PRECISION: tl.constexpr):
+    """Inverse of the unit lower triangular diagonal blocks of 2 `half` rows, given that of those of `half` rows.
+
+    inverse, lower [..., n, n] with `rows` and `columns` their indices. With N the part of `lower` that the larger
+    blocks have beside the smaller, X - X N X: exact, since N X N = 0 in each of them.
+    """
+    beside = (rows // (2 * half) == columns // (2 * half)) & (rows // half > columns // half)
+    right = product(tl.where(beside, lower, 0.0), inverse, PRECISION)
+    return inverse - product(inverse, right, PRECISION)
+
+
+@triton.jit
+def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)^-1 for a strictly lower triangular `lower` [C, C] in fp32, C a multiple of LEAF by a power of two.
+
+    No power of `lower` is formed: its entries would reach 1e15 where those of the inverse are at most 1.
+    """
+    count: tl.constexpr = C // LEAF
+    i = tl.arange(0, LEAF)[None, :, None]
+    j = tl.arange(0, LEAF)[None, None, :]
+    block = tl.arange(0, count)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    leaves = tl.sum(tl.where(on_diagonal, tl.reshape(lower, [count, LEAF, count, LEAF]), 0.0), axis=2)
+    inverse = tl.where(i == j, 1.0, tl.where((i // 2 == j // 2) & (i > j), -leaves, 0.0))  # blocks of two rows
+    inverse = merged(inverse, leaves, 2, i, j, "ieee")
+    inverse = merged(inverse, leaves, 4, i, j, "ieee")
+    inverse = merged(inverse, leaves, 8, i, j, "ieee")
+    whole = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [C, C])
+    rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if C > 16:
+        whole = merged(whole, lower, 16, rows, columns, PRECISION)
+    if C > 32:
+        whole = merged(whole, lower, 32, rows, columns, PRECISION)
+    if C > 64:
+        whole = merged(whole, lower, 64, rows, columns, PRECISION)
+    return whole
+
+
+@triton.jit
+def systems(
+    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, system_ptr, score_ptr, factor_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, g_batch, g_token, g_head, beta_batch, beta_token, beta_head,
+    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr, WIDE_SUM: tl.constexpr,
+):  # fmt: skip
+    """T, P [N, V, C, C] in the dtype of q, and e^G, e^{G_C - G} [N, V, 2, C] in fp32; a program is (chunk, key head).
+
+    Rows past the end of a sequence have keys, queries and beta of zero and no decay: they write nothing.
+    """
+    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
+    first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
+    count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
+    row = tl.arange(0, C)
+    channel = tl.arange(0, BK)
+    is_row = row < count
+    is_entry = is_row[:, None] & (channel < K)[None, :]
+    rows = first + row
+    k = tl.load(
+        k_ptr + batch * k_batch + key_head * k_head + rows[:, None] * k_token + channel[None, :],
+        mask=is_entry, other=0.0,
+    )  # fmt: skip
+    q = tl.load(
+        q_ptr + batch * q_batch + key_head * q_head + rows[:, None] * q_token + channel[None, :],
+        mask=is_entry, other=0.0,
+    )  # fmt: skip
+    keys = product(k, tl.trans(k), DOT)
+    queries = product(q, tl.trans(k), DOT)
+    i, j = row[:, None], row[None, :]
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        gate = tl.load(g_ptr + batch * g_batch + head * g_head + rows * g_token, mask=is_row, other=0.0)
+        beta = tl.load(beta_ptr + batch * beta_batch + head * beta_head + rows * beta_token, mask=is_row, other=0.0)
+        beta = beta.to(tl.float32)
+        # G in base 2. Differences of sums that are rounded to fp32 lose the small gates beside large ones: a second
+        # number holds what rounding takes away.
+        if WIDE_SUM:
+            wide = tl.cumsum(gate.to(tl.float64) * LOG2_E, 0)
+            last = tl.sum(tl.where(row == C - 1, wide, 0.0), 0)
+            total = wide.to(tl.float32)
+            rest = (wide - total.to(tl.float64)).to(tl.float32)
+            difference = (total[:, None] - total[None, :]) + (rest[:, None] - rest[None, :])
+            left = (last - wide).to(tl.float32)
+        else:
+            total = tl.cumsum(gate.to(tl.float32), 0) * LOG2_E
+            last = tl.sum(tl.where(row == C - 1, total, 0.0), 0)
+            difference = total[:, None] - total[None, :]
+            left = last - total
+        decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
+        lower = tl.where(i > j, keys * decay * beta[:, None], 0.0)
+        system = unit_lower_inverse(lower, C, PRECISION) * beta[None, :]
+        place = chunk * V + head
+        square = place * C * C + i * C + j
+        tl.store(system_ptr + square, system.to(system_ptr.dtype.element_ty))
+        tl.store(score_ptr + square, (queries * decay).to(score_ptr.dtype.element_ty))
+        tl.store(factor_ptr + place * 2 * C + row, tl.exp2(total))
+        tl.store(factor_ptr + place * 2 * C + C + row, tl.exp2(left))
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """(x over a power of two of its row, in `dtype`; the powers [rows]) in fp16, else x itself and ones.
+
+    A state may be larger than fp16 holds. Its rows are independent, so that each is brought to [1, 4) exactly.
+    """
+    power = tl.full([x.shape[0]], 1.0, tl.float32)
+    if dtype == tl.float16:
+        bits = tl.minimum(tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+        power = bits.to(tl.float32, bitcast=True)
+        x = x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+    return x.to(dtype), power
+
+
+@triton.jit
+def scan(
+    q_ptr, k_ptr, v_ptr, system_ptr, score_ptr, factor_ptr, segments_ptr, initial_ptr, ends_ptr, transition_ptr,
+    out_ptr, state_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
+    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, HAS_INITIAL: tl.constexpr, IS_AHEAD: tl.constexpr,
+    IS_BULK: tl.constexpr,
+):  # fmt: skip
+    """One segment of one value head, BV value channels of it: chunk after chunk, the state in registers, transposed.
+
+    S^T [BV, BK], r^T, v'^T and o^T [BV, C]: each is the left operand of the next product, which tensor cores take
+    from the registers where the last one left it.
+
+    IS_AHEAD False writes `out`, and the state after the last segment of each sequence; it reads the state before any
+    segment but the first of a sequence from `ends`. True writes, before that state is known, what it needs: the state
+    at the end of the segment if it began from nothing, the first of a sequence from its own, into ends [M, V, K, W];
+    and in further programs, with v = 0 and a state of I, the transition [M, V, K, K] of the state over the segment.
+    """
+    block, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    here = segments_ptr + segment * SEGMENT_COLUMNS
+    number = tl.load(here).to(tl.int64)
+    chunk = tl.load(here + 1).to(tl.int64)
+    chunks = tl.load(here + 2)
+    batch = tl.load(here + 3).to(tl.int64)
+    first = tl.load(here + 4).to(tl.int64)
+    tokens = tl.load(here + 5)
+    entering = tl.load(here + 6).to(tl.int64)
+    leaving = tl.load(here + 7).to(tl.int64)
+    key_head = head // GROUP
+    dtype: tl.constexpr = k_ptr.dtype if IS_BULK else k_ptr.dtype.element_ty
+
+    row, channel = tl.arange(0, C), tl.arange(0, BK)
+    is_channel = channel < K
+    square = row[:, None] * C + row[None, :]
+    is_transition = False
+    width = W
+    if IS_AHEAD:
+        is_transition = block >= tl.cdiv(W, BV)
+        if is_transition:
+            if entering >= 0:
+                return
+            block -= tl.cdiv(W, BV)
+            width = K
+    column = block * BV + tl.arange(0, BV)
+    is_column = column < width
+    in_state = is_column[:, None] & is_channel[None, :]
+    place_in_state = channel[None, :] * width + column[:, None]
+
+    state = tl.zeros([BV, BK], tl.float32)
+    if is_transition:
+        state = tl.where(column[:, None] == channel[None, :], 1.0, state)
+    elif entering >= 0:
+        if HAS_INITIAL:
+            state = tl.load(initial_ptr + (entering * V + head) * K * W + place_in_state, mask=in_state, other=0.0)
+    elif not IS_AHEAD:
+        state = tl.load(ends_ptr + ((number - 1) * V + head) * K * W + place_in_state, mask=in_state, other=0.0)
+
+    k_rows = k_ptr if IS_BULK else k_ptr + batch * k_batch + key_head * k_head
+    q_rows = q_ptr if IS_BULK else q_ptr + batch * q_batch + key_head * q_head
+    v_rows = v_ptr if IS_BULK else v_ptr + batch * v_batch + head * v_head
+    out_rows = out_ptr if IS_BULK else out_ptr + batch * out_batch + head * out_head
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        place = (chunk + step) * V + head
+        factors = factor_ptr + place * 2 * C
+        token = first + step * C
+        is_row = row < tokens - step * C
+        if IS_BULK:
+            at = token.to(tl.int32)
+            k = tl.reshape(k_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
+            v = tl.reshape(v_rows.load([batch.to(tl.int32), at, head * W + block * BV]), [C, BV])
+            system = system_ptr.load([(place * C).to(tl.int32), 0])
+        else:
+            is_key = is_row[:, None] & is_channel[None, :]
+            is_value = is_row[:, None] & is_column[None, :]
+            k = tl.load(k_rows + token * k_token + (row[:, None] * k_token + channel[None, :]), mask=is_key, other=0.0)
+            v = tl.load(
+                v_rows + token * v_token + (row[:, None] * v_token + column[None, :]),
+                mask=is_value & (not is_transition), other=0.0,
+            )  # fmt: skip
+            system = tl.load(system_ptr + place * C * C + square)
+        since_start, to_end = tl.load(factors + row), tl.load(factors + C + row)
+        over_chunk = tl.load(factors + C - 1)
+
+        narrow, power = narrowed(state, dtype)
+        known = product(narrow, tl.trans(k), DOT) * power[:, None]
+        rest = tl.trans(v).to(tl.float32)
+        if IS_BULK and IS_AHEAD:
+            rest = tl.where(is_transition, 0.0, rest)
+        rest, size = narrowed(rest - since_start[None, :] * known, dtype)
+        written = product(rest, tl.trans(system), DOT) * size[:, None]
+        if not IS_AHEAD:
+            if IS_BULK:
+                q = tl.reshape(q_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
+                score = score_ptr.load([(place * C).to(tl.int32), 0])
+            else:
+                q = tl.load(
+                    q_rows + token * q_token + (row[:, None] * q_token + channel[None, :]), mask=is_key, other=0.0
+                )  # fmt: skip
+                score = tl.load(score_ptr + place * C * C + square)
+            inter = product(narrow, tl.trans(q), DOT) * power[:, None] * since_start[None, :]
+            values, size = narrowed(written, dtype)
+            out = tl.trans((inter + product(values, tl.trans(score), DOT) * size[:, None]).to(dtype))
+            if IS_BULK:
+                out_rows.store([batch.to(tl.int32), at, head * W + block * BV], tl.reshape(out, [1, C, BV]))
+            else:
+                tl.store(
+                    out_rows + token * out_token + (row[:, None] * out_token + column[None, :]), out, mask=is_value
+                )
+        values, size = narrowed(written * to_end[None, :], dtype)
+        state = state * over_chunk + product(values, k, DOT) * size[:, None]
+    if IS_AHEAD:
+        if is_transition:
+            tl.store(transition_ptr + (number * V + head) * K * K + place_in_state, state, mask=in_state)
+        else:
+            tl.store(ends_ptr + (number * V + head) * K * W + place_in_state, state, mask=in_state)
+    elif leaving >= 0:
+        tl.store(state_ptr + (leaving * V + head) * K * W + place_in_state, state, mask=in_state)
+
+
+@triton.jit
+def join_segments(
+    ends_ptr, transition_ptr, spans_ptr,
+    V: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ends [M, V, K, W] in place, from the second segment of a sequence to the last but one: S_r <- b_r + M_r S_{r-1}.
+
+    b_r is what segment r comes to from nothing, M_r its transition; a program is (value channels, head, sequence).
+    """
+    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(spans_ptr + 2 * sequence)
+    count = tl.load(spans_ptr + 2 * sequence + 1)
+    column, channel = block * BV + tl.arange(0, BV), tl.arange(0, BK)
+    in_state = (channel < K)[:, None] & (column < W)[None, :]
+    in_square = (channel < K)[:, None] & (channel < K)[None, :]
+    place_in_state = channel[:, None] * W + column[None, :]
+    square = channel[:, None] * K + channel[None, :]
+    at = first.to(tl.int64) * V + head
+    state = tl.load(ends_ptr + at * K * W + place_in_state, mask=in_state, other=0.0)
+    for _ in range(1, count - 1):
+        at += V
+        transition = tl.load(transition_ptr + at * K * K + square, mask=in_square, other=0.0)
+        ends = ends_ptr + at * K * W + place_in_state
+        state = tl.load(ends, mask=in_state, other=0.0) + product(transition, state, PRECISION)
+        tl.store(ends, state, mask=in_state)
