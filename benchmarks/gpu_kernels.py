@@ -18,8 +18,8 @@ os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
 
 import torch
 
-from workbench.bench.cases import MOE_LAYER, case_of, parse_tokens
-from workbench.bench.measure import side_named
+from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, case_of, parse_tokens
+from workbench.bench.measure import flagged, side_named
 from workbench.bench.shapes import shape_named
 from workbench.bench.suite import Entry, Settings, run_suite
 from workbench.errors import WorkbenchError
@@ -35,12 +35,16 @@ FUSED = ("triton_packed", "torch_composed")
 MOE = ("automatic", "triton_grouped+triton_count+triton_topk", "torch_grouped")
 MOE_FEW = ("automatic", "triton_few+triton_topk", "torch_gathered", "torch_grouped")
 
+#: Where flags are timed too: from so many tokens of a prompt, or sequences of a step, on.
+FLAG_TOKENS, FLAG_ROWS = 512, 8
+
 #: op, shape, tokens, sides: what must be known first.
 PLAN = (
     ("gated_delta_rule", "35b-a3b", ("1x16384", "8x4096", "1x65536", "1x4096", "1x512"), PREFILL),
     (MOE_LAYER, "35b-a3b", ("1x4096", "1x16384"), MOE),
     (MOE_LAYER, "35b-a3b", ("1x1", "8x1"), MOE_FEW),
-    ("gdn_decode", "35b-a3b", ("1x1", "64x1", "256x1", "8x1"), FUSED),
+    (IN_PLACE, "35b-a3b", ("1x1", "64x1", "256x1", "8x1"), FUSED),
+    ("gdn_decode", "35b-a3b", ("1x1", "64x1"), FUSED),
     ("gated_delta_rule", "35b-a3b", ("64x1", "256x1", "1x1", "8x1"), DECODE),
     (MOE_LAYER, "35b-a3b", ("64x1", "512x1"), (*MOE_FEW, *MOE[1:2])),
     ("gated_delta_rule", "397b-tp8", ("1x8192",), PREFILL),
@@ -58,15 +62,16 @@ def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype
     """The plan, or the part of it that was asked for; backends that no op here has are left out."""
     found = []
     for op, name, lengths, labels in PLAN:
-        if (only and op not in only) or op not in (MOE_LAYER, *OPERATIONS):
+        if (only and op not in only) or op not in TIMED:
             continue
         for length in lengths:
             if tokens and length not in tokens:
                 continue
             case = case_of(op, shape_named(shape or name), parse_tokens(length), dtype)
             known = {"automatic"} | {backend for one in case.ops for backend in OPERATIONS[one].backends}
-            labels_here = [label for label in labels if set(label.split("+")) <= known]
-            found.append(Entry(case, [side_named(case, label) for label in labels_here]))
+            sides = [side_named(case, label) for label in labels if set(label.split("+")) <= known]
+            has_flags = case.tokens >= FLAG_TOKENS or (case.rows >= FLAG_ROWS and case.tokens == 1)
+            found.append(Entry(case, [*sides, *(flagged(sides) if has_flags else ())]))
     return found
 
 

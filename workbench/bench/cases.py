@@ -1,12 +1,13 @@
 """What is timed: a call of an op at a model's shape, its inputs drawn anew, the arbiter's answer, its least cost.
 
-`moe_layer` is routing, alignment and experts as a model calls them one after another; every other case is one op.
+`moe_layer` is routing, alignment and experts as a model calls them one after another, `gdn_decode_in_place` the op
+gdn_decode where state and window are updated where they lie; every other case is one op.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,10 @@ from workbench.kernels.gated_delta_rule.extremes import VALID_EXTREMES
 from workbench.kernels.requirements import dtype_name
 
 MOE_LAYER = "moe_layer"
+#: Ops that a dense model does not have, and those that take one token of each sequence.
+EXPERT_OPS = (MOE_LAYER, "experts", "routing", "alignment")
+IN_PLACE = "gdn_decode_in_place"
+ONE_TOKEN = ("gdn_decode", IN_PLACE)
 #: From so many tokens on the arbiter of the experts is a loop over the experts in float64, and no loop over the tokens.
 LOOP_TOKENS = 64
 #: Rows of an alignment come in blocks of so many where it is timed alone.
@@ -33,6 +38,12 @@ HARD_TOKENS = {"cuda": 1030, "cpu": 130}
 _TOKENS = re.compile(r"(?:(?P<batch>\d+)x)?(?P<tokens>\d+)")
 
 Drawn = dict[str, Any]
+
+
+#: The ops of a case that is not one op by its own name.
+_OPS = {
+    MOE_LAYER: ("experts", "routing", "alignment"), "experts": ("experts", "alignment"), IN_PLACE: ("gdn_decode",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,25 @@ class Draw:
 
     def unit(self, *shape: int) -> Tensor:
         return torch.nn.functional.normalize(self.normal(*shape), dim=-1)
+
+
+class Words:
+    """Who watches the results of an op and keeps nothing but the words that its kernels raise (`tracing.flags`)."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.rows: dict[tuple[str, ...], Tensor] = {}
+
+    def flag_rows(self, names: Sequence[str]) -> Tensor:
+        """int32 [len(names), 2], -1 until a kernel raises them."""
+        names = tuple(names)
+        if names not in self.rows:
+            self.rows[names] = torch.full((len(names), 2), -1, dtype=torch.int32, device=self.device)
+        return self.rows[names]
+
+    @property
+    def are_raised(self) -> bool:
+        return bool(self.rows) and all(bool((words >= 0).all()) for words in self.rows.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +108,17 @@ class Case:
     @property
     def contract(self) -> Contract:
         """That of the op whose output the case has."""
-        return CONTRACTS["experts" if self.op == MOE_LAYER else self.op]
+        return CONTRACTS[self.ops[0]]
 
     @property
     def ops(self) -> tuple[str, ...]:
         """The ops that a backend may be named for, the one that does the work first."""
-        chained = {MOE_LAYER: ("experts", "routing", "alignment"), "experts": ("experts", "alignment")}
-        return chained.get(self.op, (self.op,))
+        return _OPS.get(self.op, (self.op,))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Inputs that every call of the case updates."""
+        return ("window", "state") if self.op == IN_PLACE else ()
 
     def draw(self, device: str, seed: int) -> Drawn:
         """Arguments of a call, in the dtype of the case."""
@@ -107,13 +141,16 @@ class Case:
     def _cast(self, given: Drawn, device: str) -> Drawn:
         return self.contract.cast(given, torch.int64 if self.op == "alignment" else self.dtype, device)
 
-    def call(self, kernels: Kernels, given: Drawn) -> tuple[Tensor, ...]:
-        """The outputs of the contract, in its order."""
+    def call(self, kernels: Kernels, given: Drawn, watch: Words | None = None) -> tuple[Tensor, ...]:
+        """The outputs of the contract, in its order; kernels that raise flags are given those of `watch`."""
+        watched = {} if watch is None else {"watch": watch}
         if self.op == MOE_LAYER:
-            weights, experts = kernels.routing(given["logits"], top_k=given["top_k"], normalise=True)
+            weights, experts = kernels.routing(given["logits"], top_k=given["top_k"], normalise=True, **watched)
             x, gate_up, down = given["x"], given["gate_up"], given["down"]
-            return (kernels.experts(x, weights.to(x.dtype), experts, gate_up, down),)
-        return self.contract.parts(getattr(kernels, self.op)(**given))
+            return (kernels.experts(x, weights.to(x.dtype), experts, gate_up, down, **watched),)
+        if self.op == IN_PLACE:
+            watched |= {"in_place": True}
+        return self.contract.parts(getattr(kernels, self.ops[0])(**given, **watched))
 
     def expected(self, given: Drawn) -> tuple[Tensor, ...]:
         """The arbiter's outputs in float64 for the same rounded inputs."""
@@ -124,7 +161,7 @@ class Case:
         if rows > LOOP_TOKENS:
             requested["experts"] = "torch_loop"
         with torch.inference_mode():
-            return self.call(Kernels(requested), wide)
+            return replace(self, op="gdn_decode" if self.op == IN_PLACE else self.op).call(Kernels(requested), wide)
 
     def cost(self, given: Drawn) -> tuple[float, float]:
         """(bytes that must be moved, flops of the products) of a call: operands read once, results written once."""
@@ -144,14 +181,20 @@ def parse_tokens(text: str) -> tuple[int, int]:
     return sizes
 
 
+def fits(op: str, shape: Shape, tokens: tuple[int, int]) -> bool:
+    """Whether a model of that shape calls the op with so many tokens: a dense one has no experts, a step of decoding
+    one token."""
+    return bool(shape.experts or op not in EXPERT_OPS) and (op not in ONE_TOKEN or tokens[1] == 1)
+
+
 def case_of(op: str, shape: Shape, tokens: tuple[int, int], dtype: torch.dtype) -> Case:
     """Raises InputError for an op that is not timed, and for experts of a model that has none."""
-    if op not in _DRAWN:
-        raise InputError(f"op {op!r}: expected one that is timed: {', '.join(_DRAWN)}")
+    if op not in TIMED:
+        raise InputError(f"op {op!r}: expected one that is timed: {', '.join(TIMED)}")
     case = Case(op=op, shape=shape, batch=tokens[0], tokens=tokens[1], dtype=dtype)
-    if not shape.experts and op in (MOE_LAYER, "experts", "routing", "alignment"):
+    if not shape.experts and op in EXPERT_OPS:
         raise InputError(f"op {op}: shape {shape.name} has no experts; name another shape")
-    if op == "gdn_decode" and case.tokens != 1:
+    if op in ONE_TOKEN and case.tokens != 1:
         raise InputError(f"op {op}: expected one token of each sequence (64x1), found {case.tokens}")
     return case
 
@@ -171,6 +214,20 @@ def _delta_rule(case: Case, draw: Draw) -> Drawn:
     if case.tokens == 1:  # a step of decoding has a state, a prompt starts from none
         given["initial_state"] = draw.normal(case.batch, s.value_heads, s.key_dim, s.value_dim)
     return given
+
+
+def _decode_step(case: Case, draw: Draw) -> Drawn:
+    """Gates as models have them: rates of 1 to 16, most tokens forgetting little."""
+    s, batch = case.shape, case.batch
+    return {
+        "qkv": draw.normal(batch, s.channels), "z": draw.normal(batch, s.value_heads, s.value_dim),
+        "raw_beta": draw.normal(batch, s.value_heads), "raw_gate": 2.0 * draw.normal(batch, s.value_heads),
+        "conv_weight": draw.normal(s.channels, s.conv_width).mul_(0.5),
+        "A_log": (1.0 + 15.0 * draw.uniform(s.value_heads)).log(), "dt_bias": 2.0 * draw.normal(s.value_heads) - 3.0,
+        "norm_weight": 1.0 + 0.1 * draw.normal(s.value_dim),
+        "window": draw.normal(batch, s.conv_width - 1, s.channels),
+        "state": draw.normal(batch, s.value_heads, s.key_dim, s.value_dim), "eps": 1e-6,
+    }  # fmt: skip
 
 
 def _conv(case: Case, draw: Draw) -> Drawn:
@@ -221,9 +278,13 @@ def _moe_layer(case: Case, draw: Draw) -> Drawn:
 
 
 _DRAWN: dict[str, Callable[[Case, Draw], Drawn]] = {
-    "gated_delta_rule": _delta_rule, "causal_conv": _conv, "gated_rms_norm": _gated_rms_norm, "rms_norm": _rms_norm,
-    "routing": _routing, "alignment": _alignment, "experts": _experts, MOE_LAYER: _moe_layer,
+    "gated_delta_rule": _delta_rule, "gdn_decode": _decode_step, IN_PLACE: _decode_step, "causal_conv": _conv,
+    "gated_rms_norm": _gated_rms_norm, "rms_norm": _rms_norm, "routing": _routing, "alignment": _alignment,
+    "experts": _experts, MOE_LAYER: _moe_layer,
 }  # fmt: skip
+
+#: What can be timed.
+TIMED = tuple(op for op in _DRAWN if _OPS.get(op, (op,))[0] in CONTRACTS)
 
 
 # ---- inputs that kill wrong kernels
@@ -258,6 +319,17 @@ def _hard_rules(case: Case, draw: Draw) -> dict[str, Drawn]:
     return found
 
 
+def _hard_steps(case: Case, draw: Draw) -> dict[str, Drawn]:
+    base = _decode_step(case, draw)
+    return {
+        "gates that forget": base | {"raw_gate": base["raw_gate"] + 30.0},
+        "gates that keep": base | {"raw_gate": base["raw_gate"] - 40.0},
+        "channels of zeros": base | {"qkv": torch.zeros_like(base["qkv"]), "window": torch.zeros_like(base["window"])},
+        "a state of 1e6": base | {"state": 1e6 * base["state"]},
+        "beta at its ends": base | {"raw_beta": 100.0 * base["raw_beta"].sign()},
+    }
+
+
 def _hard_choice(case: Case, draw: Draw) -> dict[str, Drawn]:
     """All tokens on one set of experts, the last ones: every other expert is empty."""
     s = case.shape
@@ -288,9 +360,9 @@ def _hard_scales(case: Case, draw: Draw) -> dict[str, Drawn]:
 
 
 _HARD: dict[str, Callable[[Case, Draw], dict[str, Drawn]]] = {
-    "gated_delta_rule": _hard_rules, "causal_conv": _hard_scales, "gated_rms_norm": _hard_scales,
-    "rms_norm": _hard_scales, "routing": _hard_logits, "alignment": _hard_choice, "experts": _hard_choice,
-    MOE_LAYER: _hard_choice,
+    "gated_delta_rule": _hard_rules, "gdn_decode": _hard_steps, IN_PLACE: _hard_steps, "causal_conv": _hard_scales,
+    "gated_rms_norm": _hard_scales, "rms_norm": _hard_scales, "routing": _hard_logits, "alignment": _hard_choice,
+    "experts": _hard_choice, MOE_LAYER: _hard_choice,
 }  # fmt: skip
 
 
@@ -304,6 +376,13 @@ def _rule_cost(case: Case, given: Drawn, width: int) -> tuple[float, float]:
     state = case.batch * s.value_heads * s.key_dim * s.value_dim * 4 * (2 if "initial_state" in given else 1)
     flops = case.batch * s.value_heads * delta_rule_flops(case.tokens, s.key_dim, s.value_dim, 64)
     return float(vectors + gates + state), 0.0 if case.tokens == 1 else flops  # one token: no products of matrices
+
+
+def _step_cost(case: Case, given: Drawn, width: int) -> tuple[float, float]:
+    """State and window are read and written once, everything else is read once; the output is as large as z."""
+    moved = sum(x.numel() * x.element_size() for x in _tensors(given))
+    again = [given["state"], given["window"], given["z"]]
+    return float(moved + sum(x.numel() * x.element_size() for x in again)), 0.0
 
 
 def _elementwise_cost(tensors: float) -> Callable[[Case, Drawn, int], tuple[float, float]]:
@@ -335,7 +414,7 @@ def _experts_cost(case: Case, given: Drawn, width: int) -> tuple[float, float]:
 
 
 _COSTS: dict[str, Callable[[Case, Drawn, int], tuple[float, float]]] = {
-    "gated_delta_rule": _rule_cost, "causal_conv": _elementwise_cost(2.0), "gated_rms_norm": _elementwise_cost(3.0),
-    "rms_norm": _elementwise_cost(2.0), "routing": _routing_cost, "alignment": _alignment_cost,
-    "experts": _experts_cost, MOE_LAYER: _experts_cost,
+    "gated_delta_rule": _rule_cost, "gdn_decode": _step_cost, IN_PLACE: _step_cost,
+    "causal_conv": _elementwise_cost(2.0), "gated_rms_norm": _elementwise_cost(3.0), "rms_norm": _elementwise_cost(2.0),
+    "routing": _routing_cost, "alignment": _alignment_cost, "experts": _experts_cost, MOE_LAYER: _experts_cost,
 }  # fmt: skip

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.bench.cases import Case, Drawn
+from workbench.analysis.launches import count_launches
+from workbench.bench.cases import Case, Drawn, Words
 from workbench.bench.clocks import GRAPH, Clock, prepare, sets_needed
 from workbench.bench.limits import Limits
 from workbench.bench.result import Row
@@ -26,7 +27,8 @@ from workbench.bench.timing import interleave
 from workbench.errors import BackendError, InputError, WorkbenchError, one_line
 from workbench.kernels import Kernels
 from workbench.kernels.agreement import relative_error
-from workbench.kernels.registry import OPERATIONS, Backend, parse_selection
+from workbench.kernels.dispatch import Attestation
+from workbench.kernels.registry import Backend, backend_named, operation_named, parse_selection
 from workbench.numerics import NumericsPolicy
 
 #: Standard deviation over mean above which samples are no measurement, and how often they are taken until that is said.
@@ -39,11 +41,18 @@ AUTOMATIC = "automatic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A choice of backends (op -> name), by the name of its rows, and the policy of its calls."""
+    """A choice of backends (op -> name), by the name of its rows, and the policy of its calls.
+
+    `has_flags`: its kernels raise the flags of their results; a side whose backends raise none is not timed.
+    `has_counts`: rows of the kernels that it launches and of its host syncs, for backends in PyTorch alone
+    (`analysis.launches`), which sees no other kernels.
+    """
 
     label: str
     requested: Mapping[str, str] = field(default_factory=dict)
     policy: NumericsPolicy | str | None = None
+    has_flags: bool = False
+    has_counts: bool = False
 
     def kernels(self) -> Kernels:
         return Kernels(self.requested, self.policy)
@@ -76,7 +85,7 @@ def side_named(case: Case, text: str) -> Side:
     for part in text.split("+"):
         found = {op: name for op, name in parse_selection(part).backends.items() if op in case.ops}
         if not found:
-            known = sorted({name for op in case.ops for name in OPERATIONS[op].backends})
+            known = sorted({name for op in case.ops for name in operation_named(op).backends})
             raise BackendError(f"backend {part!r}: {case.op} has none of that name, expected one of {', '.join(known)}")
         requested |= found
     return Side(label=text, requested=requested)
@@ -84,8 +93,17 @@ def side_named(case: Case, text: str) -> Side:
 
 def all_sides(case: Case) -> list[Side]:
     """The automatic choice, and each backend of the op that does the work, but the arbiter."""
-    names = [name for name in OPERATIONS[case.ops[0]].backends if name != "reference"]
+    names = [name for name in operation_named(case.ops[0]).backends if name != "reference"]
     return [Side(label=AUTOMATIC), *(Side(label=name, requested={case.ops[0]: name}) for name in names)]
+
+
+def flagged(sides: Sequence[Side]) -> list[Side]:
+    """Each side that names a backend whose kernels raise flags, once more with them."""
+
+    def can(side: Side) -> bool:
+        return any(backend_named(op, name).flags for op, name in side.requested.items())
+
+    return [replace(side, label=f"{side.label}, flags", has_flags=True) for side in sides if can(side)]
 
 
 def measure(
@@ -103,12 +121,14 @@ def measure(
     sets = [first, *(case.draw(device, seed + number) for number in range(1, count))]
     trials = {"": first, **case.hard(device, seed)}
     expected = {name: case.expected(given) for name, given in trials.items()}
-    served: dict[str, Kernels] = {}
+    served: dict[str, tuple[Kernels, Words | None]] = {}
     for side in sides:
-        kernels = side.kernels()
-        reason = _held(case, side, kernels, trials, expected, result)
+        kernels, watch = side.kernels(), Words(device) if side.has_flags else None
+        reason = _held(case, side, kernels, watch, trials, expected, result)
         if reason is None:
-            served[side.label] = kernels
+            served[side.label] = (kernels, watch)
+            if side.has_counts:
+                result.rows += _counts(case, side, kernels, first)
         else:
             result.not_timed[f"{case.name}: {side.label}"] = reason
             say(f"{case.name}: {side.label}: {reason}")
@@ -129,18 +149,21 @@ def measure(
 
 
 def _held(
-    case: Case, side: Side, kernels: Kernels, trials: Mapping[str, Drawn], expected: Mapping[str, Any], result: Measured
-) -> str | None:
+    case: Case, side: Side, kernels: Kernels, watch: Words | None, trials: Mapping[str, Drawn],
+    expected: Mapping[str, Any], result: Measured,
+) -> str | None:  # fmt: skip
     """Why the side is not timed, None where it is right; its errors become rows."""
     worst: dict[str, tuple[float, str]] = {}
     rows: list[Row] = []
     for name, given in trials.items():
         try:
             with torch.inference_mode():
-                found = case.call(kernels, _own(case, kernels, given))
+                found = case.call(kernels, _own(case, kernels, given), watch)
         except WorkbenchError as error:  # refused, or failed with the library's own text: both are the answer
             is_refused = "cannot serve this call" in str(error)
             return f"{'refused' if is_refused else 'failed'}{name and ' on ' + name}: {one_line(str(error))[:400]}"
+        if watch is not None and not watch.are_raised:
+            return f"refused{name and ' on ' + name}: its kernels raise no flags in this call"
         backend = _backend(case, kernels)
         for output, error, limit in _errors(case, backend, found, expected[name]):
             share = error / limit if limit else (0.0 if error == 0.0 else math.inf)
@@ -163,6 +186,12 @@ def _held(
     return None
 
 
+def _counts(case: Case, side: Side, kernels: Kernels, given: Drawn) -> list[Row]:
+    found = count_launches(lambda: case.call(kernels, _own(case, kernels, given)))
+    counts = (("kernels launched", found.kernels), ("host syncs", found.syncs))
+    return [Row(case.name, side.label, unit, float(count), 0.0, 1) for unit, count in counts]
+
+
 def _errors(case: Case, backend: Backend, found: Sequence[Tensor], expected: Sequence[Tensor]):
     """(output, relative error, limit); whole numbers are equal (0) or not (inf)."""
     for name, part, reference in zip(case.contract.outputs, found, expected, strict=True):
@@ -175,14 +204,14 @@ def _errors(case: Case, backend: Backend, found: Sequence[Tensor], expected: Seq
 def _backend(case: Case, kernels: Kernels) -> Backend:
     """The one that served the op whose contract the case is held to."""
     served = next(row.backend for row in kernels.attestation() if row.op == case.contract.op)
-    return OPERATIONS[case.contract.op].backends[served]
+    return backend_named(case.contract.op, served)
 
 
 def _own(case: Case, kernels: Kernels, given: Drawn) -> Drawn:
     """The inputs with copies of those that a backend may write to: of a named one those that it declares."""
-    written = {
+    written = set(case.written) | {
         name for op in case.ops
-        for name in (OPERATIONS[op].backends[kernels.requested[op]].mutates if op in kernels.requested
+        for name in (backend_named(op, kernels.requested[op]).mutates if op in kernels.requested
                      else case.contract.may_update)
     }  # fmt: skip
     return {name: x.clone() if name in written and isinstance(x, Tensor) else x for name, x in given.items()}
@@ -192,22 +221,22 @@ def _own(case: Case, kernels: Kernels, given: Drawn) -> Drawn:
 
 
 def _time(
-    case: Case, served: Mapping[str, Kernels], sets: Sequence[Drawn], expected: Sequence[Tensor], result: Measured,
-    device: str, least: tuple[float, str], rounds: int, clock: str,
+    case: Case, served: Mapping[str, tuple[Kernels, Words | None]], sets: Sequence[Drawn], expected: Sequence[Tensor],
+    result: Measured, device: str, least: tuple[float, str], rounds: int, clock: str,
 ) -> None:  # fmt: skip
     clocks: dict[str, Clock] = {}
     with torch.inference_mode():
-        for label, kernels in served.items():
+        for label, (kernels, watch) in served.items():
             kernels.reset_attestation()  # what is attested is what is timed
-            calls = [partial(case.call, kernels, _own(case, kernels, given)) for given in sets]
+            calls = [partial(case.call, kernels, _own(case, kernels, given), watch) for given in sets]
             for call in calls[:2]:
                 call()
             clocks[label] = prepare(calls, device, clock)
         samples = _quiet(clocks, rounds)
     for label, (found, attempts) in samples.items():
-        kernels, made = served[label], clocks[label]
+        (kernels, watch), made = served[label], clocks[label]
         backend = _backend(case, kernels)
-        wrong = [] if backend.mutates else [
+        wrong = [] if backend.mutates or case.written else [
             f"{output}: error {error:.3g}, limit {limit:.3g}"
             for output, error, limit in _errors(case, backend, made.first, expected) if not error <= limit
         ]  # fmt: skip
@@ -220,10 +249,17 @@ def _time(
             rejected = f"spread {100 * spread:.1f} % of the mean, allowed {100 * MOST_SPREAD:g} %, {attempts} times"
         ms = [1e-3 * us for us in found]
         share = least[0] / (1e-3 * statistics.median(ms))
-        attested = [*(f"{row.op}={row.backend}: {row.reason}" for row in kernels.attestation()), made.how]
+        attested = [_attested(row) for row in kernels.attestation()]
+        attested += [made.how] if watch is None else [made.how, "flags raised by its kernels"]
         result.rows.append(
             Row.of(case.name, label, "ms", ms, share_of_limit=share, attested=attested, rejected=rejected)
         )
+
+
+def _attested(row: Attestation) -> str:
+    """``gated_delta_rule=triton_chunk (4 segments of 64 chunks): named by the user``."""
+    ways = ", ".join(path for path, _ in row.paths)
+    return f"{row.op}={row.backend}{f' ({ways})' if ways else ''}: {row.reason}"
 
 
 def _quiet(clocks: Mapping[str, Clock], rounds: int) -> dict[str, tuple[list[float], int]]:

@@ -16,6 +16,7 @@ from types import TracebackType
 from workbench import __version__
 from workbench.cli import (
     backends,
+    bench,
     compare,
     conformance,
     convert,
@@ -47,6 +48,7 @@ COMMANDS = (
     sweep,
     backends,
     conformance,
+    bench,
     probe,
     inspect,
     readiness,
