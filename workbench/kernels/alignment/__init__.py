@@ -1,6 +1,6 @@
 """Token-expert pairs in the order of their experts: see `spec` for the contract."""
 
-from workbench.kernels.alignment import ixformer, reference, spec, torch_count, torch_sort, vllm
+from workbench.kernels.alignment import ixformer, reference, spec, torch_count, torch_sort, triton_count, vllm
 from workbench.kernels.registry import register_operation
 
 register_operation(
@@ -10,6 +10,7 @@ register_operation(
         "ixformer": ixformer,
         "torch_count": torch_count,
         "torch_sort": torch_sort,
+        "triton_count": triton_count,
         "vllm": vllm,
     },
     spec.automatic_order,

@@ -14,6 +14,8 @@ from workbench.kernels.experts import (
     torch_pairs,
     torch_sized,
     torch_sorted,
+    triton_few,
+    triton_grouped,
     vllm,
 )
 from workbench.kernels.registry import register_operation
@@ -33,6 +35,8 @@ register_operation(
         "torch_pairs": torch_pairs,
         "torch_sized": torch_sized,
         "torch_sorted": torch_sorted,
+        "triton_few": triton_few,
+        "triton_grouped": triton_grouped,
         "vllm": vllm,
     },
     spec.automatic_order,

@@ -1,0 +1,231 @@
+"""The kernels of `triton_grouped`: a table of tiles, two grouped products and a sum over the experts of a token.
+
+P = tokens * A token-expert pairs, row r the r-th of them sorted by expert. Tensor cores multiply 16-bit values, float32
+ones are multiplied without rounding; sums are float32. WIDTH is I; ROWS, COLUMNS and DEPTH are the sizes of a tile and
+of its steps along the inner axis, powers of two of at least 16.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from workbench.kernels import triton_runs
+from workbench.kernels.flags_kernels import raise_words
+
+INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
+
+#: Columns and warps of a program of `sum_kernel`.
+SUM_COLUMNS, SUM_WARPS = 2048, 8
+
+
+class Product(NamedTuple):
+    """How a grouped product is computed.
+
+    `per_multiprocessor` programs run on each multiprocessor and take one tile after another, so that the loads of the
+    next one begin under the end of the last; 0 is a program for each tile.
+    """
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    is_swapped: bool = False
+    per_multiprocessor: int = 0
+
+
+class Settings(NamedTuple):
+    """The rows of a tile, which both products share, and each product's own settings."""
+
+    rows: int
+    gate_up: Product
+    down: Product
+
+
+def settings(rows_per_expert: float, dtype: torch.dtype, by_descriptor: bool) -> Settings:
+    """Tiles near the mean number of rows of an expert: a larger one is computed in vain, a smaller one reads more."""
+    if dtype == torch.float32:
+        return Settings(32, Product(32, 32, 4, 2), Product(64, 32, 4, 2))
+    if not by_descriptor:  # what a multiprocessor of any card with capability 8.0 and newer has room for
+        return Settings(64, Product(64, 32, 4, 3), Product(128, 32, 4, 3))
+    if rows_per_expert <= 24:
+        return Settings(16, Product(64, 128, 4, 3, is_swapped=True), Product(128, 128, 4, 3, is_swapped=True))
+    if rows_per_expert <= 48:
+        return Settings(32, Product(64, 128, 4, 3, is_swapped=True), Product(128, 128, 4, 3, is_swapped=True))
+    if rows_per_expert <= 256:
+        return Settings(64, Product(128, 64, 8, 4), Product(256, 64, 8, 4))
+    return Settings(128, Product(128, 64, 8, 4), Product(256, 64, 8, 4, per_multiprocessor=1))
+
+
+@lru_cache(maxsize=32)
+def multiprocessors(device: torch.device) -> int:
+    """Of a CPU, where programs run one after another, 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def tile_table_kernel(offsets_ptr, tiles_ptr, count_ptr, E: tl.constexpr, ROWS: tl.constexpr, PADDED_E: tl.constexpr):
+    """Cut the rows of each expert into tiles of up to ROWS; one program for each expert.
+
+    offsets [E + 1] int64; tiles [most, 4] int32: expert, first row, end of the expert's rows, nothing; count [1] int32.
+    """
+    expert = tl.program_id(0)
+    every = tl.arange(0, PADDED_E)
+    starts = tl.load(offsets_ptr + every, mask=every < E, other=0)
+    ends = tl.load(offsets_ptr + every + 1, mask=every < E, other=0)
+    tiles = (ends - starts + (ROWS - 1)) // ROWS
+    before = tl.sum(tl.where(every < expert, tiles, 0), axis=0)
+    own = tl.sum(tl.where(every == expert, tiles, 0), axis=0)
+    start = tl.load(offsets_ptr + expert).to(tl.int32)
+    end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    for first in range(0, own, 32):
+        tile = first + tl.arange(0, 32)
+        place = tiles_ptr + (before + tile) * 4
+        tl.store(place, expert, mask=tile < own)
+        tl.store(place + 1, (start + tile * ROWS).to(tl.int32), mask=tile < own)
+        tl.store(place + 2, end, mask=tile < own)
+    if expert == E - 1:
+        tl.store(count_ptr, (before + own).to(tl.int32))
+
+
+@triton.jit
+def zero_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """[ROWS, COLUMNS], or [COLUMNS, ROWS] where SWAPPED."""
+    if SWAPPED:
+        tile = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        tile = tl.zeros([ROWS, COLUMNS], tl.float32)
+    return tile
+
+
+@triton.jit
+def add_product(rows, weight, total, SWAPPED: tl.constexpr):
+    """total + rows weight^T for rows [ROWS, DEPTH] and weight [COLUMNS, DEPTH].
+
+    Tensor cores of Hopper take 64 rows of the first operand at least, but 8 of the second: SWAPPED is for few rows.
+    """
+    if INTERPRETED:  # which would multiply the bits of bfloat16 as whole numbers
+        rows, weight = rows.to(tl.float32), weight.to(tl.float32)
+    if SWAPPED:
+        total = tl.dot(weight, rows.T, total, input_precision="ieee")
+    else:
+        total = tl.dot(rows, weight.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr, rows_ptr, tiles_ptr, count_ptr, weight, hidden_ptr,
+    D: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr, SWAPPED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """hidden[r] = silu(gate[e] x_t) * (up[e] x_t) for the rows r of expert e, t the token of row r.
+
+    x [tokens, D]; rows [P] int64, the pair of each row; weight [E, 2 I, D], or a descriptor of it as [E, 2, I, D] with
+    blocks [1, 2, COLUMNS, DEPTH]; hidden [P, I]. A tile is ROWS x COLUMNS of hidden, its gate and up are one product.
+    """
+    tile_columns: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    total = tl.load(count_ptr) * tile_columns
+    for work in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
+        tile = tiles_ptr + (work // tile_columns) * 4
+        expert = tl.load(tile)
+        row = tl.load(tile + 1) + tl.arange(0, ROWS)
+        is_row = row < tl.load(tile + 2)
+        column = (work % tile_columns) * COLUMNS
+        depth = tl.arange(0, DEPTH)
+        token = tl.load(rows_ptr + row, mask=is_row, other=0) // A
+        x_place = x_ptr + token[:, None] * D + depth[None, :]
+        if not BY_DESCRIPTOR:
+            line = tl.arange(0, 2 * COLUMNS)
+            in_expert = (line // COLUMNS) * WIDTH + column + line % COLUMNS
+            is_line = column + line % COLUMNS < WIDTH
+            place = weight + expert.to(tl.int64) * (2 * WIDTH * D) + in_expert[:, None] * D + depth[None, :]
+        both = zero_tile(ROWS, 2 * COLUMNS, SWAPPED)
+        for k in range(0, D, DEPTH):
+            if D % DEPTH == 0:
+                x = tl.load(x_place + k)
+            else:
+                x = tl.load(x_place + k, mask=(k + depth < D)[None, :], other=0.0)
+            if BY_DESCRIPTOR:
+                w = weight.load([expert, 0, column, k]).reshape(2 * COLUMNS, DEPTH)
+            else:
+                w = tl.load(place + k, mask=is_line[:, None] & (k + depth < D)[None, :], other=0.0)
+            both = add_product(x, w, both, SWAPPED)
+        if SWAPPED:
+            gate, up = tl.split(both.reshape(2, COLUMNS, ROWS).permute(1, 2, 0))
+            gate, up = gate.T, up.T
+        else:
+            gate, up = tl.split(both.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1))
+        hidden = gate * tl.sigmoid(gate) * up
+        columns = column + tl.arange(0, COLUMNS)
+        hidden_place = hidden_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        mask = is_row[:, None] & (columns < WIDTH)[None, :]
+        tl.store(hidden_place, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def down_kernel(
+    hidden, rows_ptr, tiles_ptr, count_ptr, weight, weights_ptr, out_ptr,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr, SWAPPED: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """out[p] = weights[p] * down[e] hidden[r] for the rows r of expert e, p the pair of row r.
+
+    hidden [P, I] and weight [E, D, I], or descriptors of them as [P, I] with blocks [ROWS, DEPTH] and as [E D, I] with
+    blocks [COLUMNS, DEPTH]; weights [P]; out [P, D] in the order of the pairs. A tile is ROWS x COLUMNS of out.
+    """
+    tile_columns: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    total = tl.load(count_ptr) * tile_columns
+    for work in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
+        tile = tiles_ptr + (work // tile_columns) * 4
+        expert = tl.load(tile)
+        first = tl.load(tile + 1)
+        row = first + tl.arange(0, ROWS)
+        is_row = row < tl.load(tile + 2)
+        column = (work % tile_columns) * COLUMNS
+        columns = column + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        if not BY_DESCRIPTOR:
+            hidden_place = hidden + row.to(tl.int64)[:, None] * WIDTH + depth[None, :]
+            place = weight + expert.to(tl.int64) * (D * WIDTH) + columns[:, None] * WIDTH + depth[None, :]
+        out = zero_tile(ROWS, COLUMNS, SWAPPED)
+        for k in range(0, WIDTH, DEPTH):
+            if BY_DESCRIPTOR:  # rows after the expert's own are those of the next one: computed, not stored
+                h = hidden.load([first, k])
+                w = weight.load([expert * D + column, k])
+            else:
+                is_depth = (k + depth < WIDTH)[None, :]
+                h = tl.load(hidden_place + k, mask=is_row[:, None] & is_depth, other=0.0)
+                w = tl.load(place + k, mask=(columns < D)[:, None] & is_depth, other=0.0)
+            out = add_product(h, w, out, SWAPPED)
+        if SWAPPED:
+            out = out.T
+        pair = tl.load(rows_ptr + row, mask=is_row, other=0)
+        share = tl.load(weights_ptr + pair, mask=is_row, other=0.0).to(tl.float32)
+        mask = is_row[:, None] & (columns < D)[None, :]
+        value = (out * share[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + pair[:, None] * D + columns[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["flags"])
+def sum_kernel(pairs_ptr, out_ptr, flags, D: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[t] = sum_a pairs[t, a], in the order of the ranks. grid (tokens, tiles of columns).
+
+    pairs [tokens, A, D]; out [tokens, D]; flags int32 [1, 2] or None.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < D
+    total = tl.zeros([COLUMNS], tl.float32)
+    for rank in tl.static_range(A):
+        total += tl.load(pairs_ptr + (token * A + rank) * D + column, mask=is_column, other=0.0).to(tl.float32)
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * D + column, out, mask=is_column)
+    if flags is not None:
+        raise_words(flags, 0, out)
