@@ -43,6 +43,35 @@ def _interpret_library(patch: pytest.MonkeyPatch) -> None:
                 patch.setattr(owner, name, function)
 
 
+def _round_to_nearest(patch: pytest.MonkeyPatch) -> None:
+    """bfloat16 as a GPU has it: the interpreter cuts bits off, and multiplies matrices of it as whole numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounding(self, handle, target):
+        source, goal = handle.dtype.scalar, target.scalar
+        if source == tl.float32 and goal == tl.bfloat16:
+            data = torch.from_numpy(handle.data.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
+            return TensorHandle(data, goal)
+        if source == tl.bfloat16 and goal == tl.float32:
+            data = torch.from_numpy(handle.data.view("int16").copy()).view(torch.bfloat16).float().numpy()
+            return TensorHandle(data, goal)
+        return cast(self, handle, target)
+
+    def widened(self, a, b, *others):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = rounding(self, a, tl.float32), rounding(self, b, tl.float32)
+        return dot(self, a, b, *others)
+
+    patch.setattr(InterpreterBuilder, "cast_impl", rounding)
+    patch.setattr(InterpreterBuilder, "create_dot", widened)
+    for name in ("create_fp_ext", "create_fp_trunc"):
+        if hasattr(InterpreterBuilder, name):
+            patch.setattr(InterpreterBuilder, name, rounding)
+
+
 @pytest.fixture(scope="module")
 def triton_device() -> Iterator[str]:
     """The device to put tensors on; while a test module with this fixture runs, Triton serves it."""
@@ -51,6 +80,7 @@ def triton_device() -> Iterator[str]:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
             _interpret_library(patch)
+            _round_to_nearest(patch)
         _forget_kernels()
         yield DEVICE
     _forget_kernels()
