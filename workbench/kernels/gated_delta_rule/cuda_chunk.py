@@ -1,8 +1,8 @@
 """The gated delta rule in chunks, CUDA C++ (csrc/chunk.cuh): one block of the scan for each sequence and value head.
 
-A first kernel computes for all chunks at once what needs no state, in fp32 from operands in the dtype of v; a second one
-walks through the chunks of each sequence and head with the state in registers. Blocks have 128 value columns, so a head
-is one block; `cuda_chunk_split` is the same with blocks of 32.
+A first kernel computes for all chunks at once what needs no state; a second one walks through the chunks of each
+sequence and head with the state in registers. Operands of products are rounded to the dtype of v, sums are fp32. Blocks
+have 128 value columns, so a head is one block; `cuda_chunk_split` is the same with blocks of 32.
 
 Policies: every exponent form, cumsum and clamp of `torch_chunk`, chunks of 16, 32 and 64, solved by substitution. Rows
 of shared memory are padded by 16 bytes (`csrc/device.cuh`: ROW_PADDING_BYTES).
@@ -140,9 +140,8 @@ def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Te
         first = len(chunks)
         chunks += [(row, min(rows, stop - row)) for row in range(start, stop, rows)]
         sequences.append((first, len(chunks) - first))
-    return tuple(
-        torch.tensor(table, dtype=torch.int32).reshape(-1, 2).to(device) for table in (chunks, sequences)
-    )  # type: ignore[return-value]
+    chunk_table, sequence_table = (torch.tensor(x, dtype=torch.int32).reshape(-1, 2) for x in (chunks, sequences))
+    return chunk_table.to(device), sequence_table.to(device)
 
 
 def library(dtype: torch.dtype, key_dim: int, rows: int, device: torch.device) -> ctypes.CDLL:

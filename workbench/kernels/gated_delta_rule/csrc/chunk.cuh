@@ -117,6 +117,8 @@ struct Exponents {
     }
     // D_ij.
     DEVICE float pair(int i, int j) const {
+        if (form == DIFFERENCE_THEN_MASK && kind == CUMSUM_FLOAT64)  // the usual policy, asked for first
+            return j <= i ? exp2_of((float)((sums[i] - sums[j]) * 1.4426950408889634)) : 0.0f;
         if (form == DIFFERENCE_THEN_MASK || form == MASK_AFTER) return j <= i ? exp(difference(i, j)) : 0.0f;
         float mask = j <= i ? 1.0f : 0.0f, decay;
         if (is_factored()) {
@@ -167,15 +169,27 @@ DEVICE void solve_column(float* solved, int columns, int column, const float* lo
         for (int i = 0; i < BLOCK; i++) x[i] = right(start + i);
         for (int j = from; j < start; j++) {
             float known = solved[j * columns + column];
+            const float4* below = (const float4*)(lower + j * LOWER + start);
 #pragma unroll
-            for (int i = 0; i < BLOCK; i++) x[i] -= lower[j * LOWER + start + i] * known;
+            for (int i = 0; i < BLOCK; i += 4) {
+                float4 four = below[i / 4];
+                x[i] -= four.x * known, x[i + 1] -= four.y * known;
+                x[i + 2] -= four.z * known, x[i + 3] -= four.w * known;
+            }
         }
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
+        for (int j = 0; j < BLOCK; j++) {
+            x[j] = limited(x[j], limits);
+            solved[(start + j) * columns + column] = x[j];
+            const float4* below = (const float4*)(lower + (start + j) * LOWER + start);
 #pragma unroll
-            for (int j = 0; j < i; j++) x[i] -= lower[(start + j) * LOWER + start + i] * x[j];
-            x[i] = limited(x[i], limits);
-            solved[(start + i) * columns + column] = x[i];
+            for (int i = (j + 1) / 4 * 4; i < BLOCK; i += 4) {
+                float4 four = below[i / 4];
+                if (i > j) x[i] -= four.x * x[j];
+                if (i + 1 > j) x[i + 1] -= four.y * x[j];
+                if (i + 2 > j) x[i + 2] -= four.z * x[j];
+                if (i + 3 > j) x[i + 3] -= four.w * x[j];
+            }
         }
     }
 }
@@ -450,14 +464,14 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
             multiply<false>(r, left, read_by + j * 8, Layout::KEY_STRIDE, lane);
             multiply<false>(o, left, q_tile + j * 8, Layout::KEY_STRIDE, lane);
         }
-        float back[2] = {1.0f / first, 1.0f / second};
+        float back[2] = {1.0f / first, 1.0f / second}, v[TILES][4];
+        load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
 #pragma unroll
         for (int c = 0; c < TILES; c++)
             for (int i = 0; i < 4; i++) {
                 int row = c * 8 + pair + i % 2;
                 float read = r[c][i] * back[i / 2];
-                float v = value(v_tile[row * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8]);
-                r[c][i] = limits_rows ? v - read : factors[row] * v - factors[ROWS + row] * read;
+                r[c][i] = limits_rows ? v[c][i] - read : factors[row] * v[c][i] - factors[ROWS + row] * read;
                 o[c][i] *= factors[2 * ROWS + row] * back[i / 2];
             }
 

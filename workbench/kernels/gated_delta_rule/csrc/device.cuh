@@ -245,6 +245,29 @@ DEVICE Left<T> load_left(const T* matrix, int stride, int lane) {
     return left;
 }
 
+// Tiles of the transpose of a matrix in shared memory, 8 TILES rows of 16 columns.
+template <int TILES, typename T>
+DEVICE void load_transposed(float (&tiles)[TILES][4], const T* matrix, int stride, int lane) {
+    if constexpr (HAS_TENSOR_CORE(T)) {
+        const T* address = matrix + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) {
+            Bits32 x[4];
+            load_matrices_transposed(x, address + n * 8 * stride);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                tiles[n + i / 2][i % 2 * 2] = value(T{(Bits16)(x[i] & 0xffffu)});
+                tiles[n + i / 2][i % 2 * 2 + 1] = value(T{(Bits16)(x[i] >> 16)});
+            }
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++)
+                tiles[n][i] = value(matrix[(n * 8 + lane % 4 * 2 + i % 2) * stride + lane / 4 + i / 2 * 8]);
+    }
+}
+
 #ifndef KERNEL_HOST_MODEL
 template <typename T>
 DEVICE void multiply_tile(float (&tile)[4], const Left<T>& left, Bits32 upper, Bits32 lower) {
