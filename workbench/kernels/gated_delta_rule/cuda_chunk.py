@@ -32,7 +32,7 @@ from workbench.taps import Tap
 #: Tensor cores take the state, r and v' in the dtype of v.
 ROUNDS_INSIDE = True
 REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32))
-FLAGS = (taps.GDN_OUT, taps.GDN_STATE)
+FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 
 #: Warps of a block of the scan, with 16 value columns each.
 WARPS, SPLIT_WARPS = 8, 2
@@ -195,7 +195,7 @@ def run_in_blocks(
         "u": scratch(rows, value_dim) if limits_rows else None,
         "factors": scratch(4 * rows + 4, of=torch.float32), "chunk_table": chunk_table,
         "sequence_table": sequence_table,
-        "out_flag": None if flags is None else flags[0], "state_flag": None if flags is None else flags[1],
+        "state_flag": None if flags is None else flags[0], "out_flag": None if flags is None else flags[1],
     }  # fmt: skip
     pieces = 16 // dtype.itemsize
 

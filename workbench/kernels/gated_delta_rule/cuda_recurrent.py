@@ -23,7 +23,7 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32))
-FLAGS = (taps.GDN_OUT, taps.GDN_STATE)
+FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 MOST_KEYS = 256
 
 SOURCE = Path(__file__).parent / "csrc" / "recurrent.cu"
@@ -83,7 +83,7 @@ def run(
         "out": torch.empty(v.shape, dtype=v.dtype, device=device),
         "state": torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=device),
         "bounds": None if bounds is None else _on_device(tuple(bounds), device),
-        "out_flag": None if flags is None else flags[0], "state_flag": None if flags is None else flags[1],
+        "state_flag": None if flags is None else flags[0], "out_flag": None if flags is None else flags[1],
     }  # fmt: skip
     arguments = RecurrentArguments(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
