@@ -18,8 +18,8 @@ os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
 
 import torch
 
-from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, case_of, parse_tokens
-from workbench.bench.measure import flagged, side_named
+from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, Case, case_of, parse_tokens
+from workbench.bench.measure import Side, flagged, side_named
 from workbench.bench.shapes import shape_named
 from workbench.bench.suite import Entry, Settings, run_suite
 from workbench.errors import WorkbenchError
@@ -60,7 +60,7 @@ PLAN = (
 
 def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype, shape: str | None) -> list[Entry]:
     """The plan, or the part of it that was asked for; backends that no op here has are left out."""
-    found = []
+    found: dict[str, tuple[Case, dict[str, Side]]] = {}  # with --shape, cases of the plan may become one
     for op, name, lengths, labels in PLAN:
         if (only and op not in only) or op not in TIMED:
             continue
@@ -71,8 +71,9 @@ def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype
             known = {"automatic"} | {backend for one in case.ops for backend in OPERATIONS[one].backends}
             sides = [side_named(case, label) for label in labels if set(label.split("+")) <= known]
             has_flags = case.tokens >= FLAG_TOKENS or (case.rows >= FLAG_ROWS and case.tokens == 1)
-            found.append(Entry(case, [*sides, *(flagged(sides) if has_flags else ())]))
-    return found
+            _, known_sides = found.setdefault(case.name, (case, {}))
+            known_sides |= {side.label: side for side in (*sides, *(flagged(sides) if has_flags else ()))}
+    return [Entry(case, list(sides.values())) for case, sides in found.values()]
 
 
 def main(arguments: list[str] | None = None) -> int:

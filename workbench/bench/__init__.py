@@ -12,6 +12,7 @@
 the backends of the ops at the shapes of models is in `shapes`, `cases`, `clocks`, `limits`, `measure` and `suite`.
 """
 
+from workbench.bench.here import kernel_result
 from workbench.bench.machine import hardware, keep_freed_memory, pin_threads
 from workbench.bench.result import Correctness, Row, read_result, recorded_result, write_result
 from workbench.bench.timing import interleave, spread
@@ -24,6 +25,7 @@ __all__ = [
     "hardware",
     "interleave",
     "keep_freed_memory",
+    "kernel_result",
     "pin_threads",
     "read_result",
     "recorded_result",

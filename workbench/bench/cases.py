@@ -375,14 +375,15 @@ def _rule_cost(case: Case, given: Drawn, width: int) -> tuple[float, float]:
     gates = rows * s.value_heads * 4
     state = case.batch * s.value_heads * s.key_dim * s.value_dim * 4 * (2 if "initial_state" in given else 1)
     flops = case.batch * s.value_heads * delta_rule_flops(case.tokens, s.key_dim, s.value_dim, 64)
-    return float(vectors + gates + state), 0.0 if case.tokens == 1 else flops  # one token: no products of matrices
+    return float(vectors + gates + state), flops
 
 
 def _step_cost(case: Case, given: Drawn, width: int) -> tuple[float, float]:
     """State and window are read and written once, everything else is read once; the output is as large as z."""
     moved = sum(x.numel() * x.element_size() for x in _tensors(given))
     again = [given["state"], given["window"], given["z"]]
-    return float(moved + sum(x.numel() * x.element_size() for x in again)), 0.0
+    flops = case.batch * case.shape.value_heads * delta_rule_flops(1, case.shape.key_dim, case.shape.value_dim, 64)
+    return float(moved + sum(x.numel() * x.element_size() for x in again)), flops
 
 
 def _elementwise_cost(tensors: float) -> Callable[[Case, Drawn, int], tuple[float, float]]:

@@ -33,6 +33,8 @@ from workbench.numerics import NumericsPolicy
 
 #: Standard deviation over mean above which samples are no measurement, and how often they are taken until that is said.
 MOST_SPREAD, ATTEMPTS = 0.05, 3
+#: Backends that copy the weights of every pair of a token and an expert, and bytes from which on nobody would.
+COPYING, MOST_COPIED = ("torch_gathered", "torch_pairs"), 1 << 30
 #: Name of the row that is no side but the least time of the measured limits.
 LIMIT = "limit"
 #: The side that takes what the automatic order takes.
@@ -66,12 +68,14 @@ class Measured:
     not_timed  why of each side that has no time
     not_held   hard inputs that a side's policy is known not to be right on, with what came of them
     share      the largest error of a side that is right, over its limit
+    cost       bytes that a call must move at least, and its flops
     """
 
     rows: list[Row] = field(default_factory=list)
     not_timed: dict[str, str] = field(default_factory=dict)
     not_held: dict[str, str] = field(default_factory=dict)
     share: float = 0.0
+    cost: dict[str, float] = field(default_factory=dict)
 
 
 def side_named(case: Case, text: str) -> Side:
@@ -92,8 +96,11 @@ def side_named(case: Case, text: str) -> Side:
 
 
 def all_sides(case: Case) -> list[Side]:
-    """The automatic choice, and each backend of the op that does the work, but the arbiter."""
-    names = [name for name in operation_named(case.ops[0]).backends if name != "reference"]
+    """The automatic choice, and each backend of the op that does the work, but the arbiter, and those that would copy
+    the weights of all pairs where these are more than MOST_COPIED."""
+    copied = case.rows * case.shape.top_k * 3 * case.shape.hidden * case.shape.expert_width * case.dtype.itemsize
+    left = {"reference", *(COPYING if "experts" in case.ops and copied > MOST_COPIED else ())}
+    names = [name for name in operation_named(case.ops[0]).backends if name not in left]
     return [Side(label=AUTOMATIC), *(Side(label=name, requested={case.ops[0]: name}) for name in names)]
 
 
@@ -117,6 +124,7 @@ def measure(
     case = case.with_weights(device, seed)
     first = case.draw(device, seed)
     moved, flops = case.cost(first)
+    result.cost = {"bytes": moved, "flops": flops}
     count = sets_needed(moved, device)
     sets = [first, *(case.draw(device, seed + number) for number in range(1, count))]
     trials = {"": first, **case.hard(device, seed)}

@@ -55,7 +55,8 @@ class Settings:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all cases. `limits` by dtype; `seeds` of the cases; `left` are cases that there was no time for."""
+    """What came of all cases. `limits` by dtype; `seeds` and `costs` (bytes, flops) by case; `left`: those for which
+    there was no time."""
 
     rows: list[Row] = field(default_factory=list)
     not_timed: dict[str, str] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Outcome:
     share: float = 0.0
     limits: dict[str, Limits] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     path: Path | None = None
 
@@ -70,7 +72,8 @@ class Outcome:
         """What a result says of the run, in plain JSON values."""
         return {
             "limits": {name: dataclasses.asdict(found) for name, found in self.limits.items()},
-            "seeds": self.seeds, "not_timed": self.not_timed, "not_held": self.not_held, "cases left": self.left,
+            "seeds": self.seeds, "costs": self.costs, "not_timed": self.not_timed, "not_held": self.not_held,
+            "cases left": self.left,
         }  # fmt: skip
 
 
@@ -126,14 +129,14 @@ def _told(settings: Settings, measured: tuple[str, bool]) -> dict[str, object]:
     """What must be the same for the cases of a stopped run to be taken; `minutes` need not be."""
     told = {key: value for key, value in dataclasses.asdict(settings).items() if key != "minutes"}
     return told | {
-        "commit": list(measured), "hardware": hardware(settings.device), "versions": dict(_versions()),
+        "commit": list(measured), "hardware": hardware(settings.device), "versions": installed_peers(),
     }  # fmt: skip
 
 
 def _kept(found: Measured, limits: Limits, seed: int) -> dict[str, object]:
     return {
         "rows": [row.to_json() for row in found.rows], "not_timed": found.not_timed, "not_held": found.not_held,
-        "share": found.share, "limits": dataclasses.asdict(limits), "seed": seed,
+        "share": found.share, "limits": dataclasses.asdict(limits), "seed": seed, "cost": found.cost,
     }  # fmt: skip
 
 
@@ -143,7 +146,7 @@ def _take(outcome: Outcome, case: Case, done: Mapping) -> None:
     outcome.not_held |= done["not_held"]
     outcome.share = max(outcome.share, done["share"])
     outcome.limits.setdefault(dtype_name(case.dtype), Limits(**done["limits"]))
-    outcome.seeds[case.name] = done["seed"]
+    outcome.seeds[case.name], outcome.costs[case.name] = done["seed"], dict(done["cost"])
 
 
 def _write(
@@ -154,17 +157,17 @@ def _write(
         return
     outcome.path = write_result(
         folder, name, Correctness(METRIC, outcome.share, 1.0), outcome.rows, device=settings.device,
-        peers=[peer for peer, _ in _versions()], conditions=outcome.conditions() | dict(conditions or {}),
+        peers=list(installed_peers()), conditions=outcome.conditions() | dict(conditions or {}),
         measured=measured,
     )  # fmt: skip
 
 
-def _versions() -> list[tuple[str, str]]:
-    """Name and version of each peer that is installed."""
-    found = []
+def installed_peers() -> dict[str, str]:
+    """Version of each of PEERS that is installed."""
+    found = {}
     for name in PEERS:
         try:
-            found.append((name, metadata.version(name)))
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return found

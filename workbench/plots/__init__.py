@@ -4,6 +4,7 @@ Nothing is told by colour alone. Limits are labelled lines, and a value that is 
 """
 
 from workbench.plots.half_precision import half_precision_depth
+from workbench.plots.kernels import kernel_times, roofline
 from workbench.plots.numerics import (
     POLICY_STYLE,
     cumsum_paths,
@@ -39,6 +40,7 @@ __all__ = [
     "exponent_histograms",
     "gate_ranges",
     "half_precision_depth",
+    "kernel_times",
     "layer_times",
     "load_maps",
     "nan_spread",
@@ -46,6 +48,7 @@ __all__ = [
     "pair_maps",
     "path_times",
     "policy_errors",
+    "roofline",
     "router_flips",
     "routing_probe",
     "row_spread",
