@@ -10,6 +10,7 @@ Writes benchmarks/results/gpu_kernels.HARDWARE.json after every case; the same c
 """
 
 import argparse
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -17,20 +18,27 @@ from pathlib import Path
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
 
 import torch
+from torch import Tensor
 
 from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, Case, case_of, parse_tokens
 from workbench.bench.measure import Side, flagged, side_named
 from workbench.bench.shapes import shape_named
 from workbench.bench.suite import Entry, Settings, run_suite
 from workbench.errors import WorkbenchError
-from workbench.kernels.registry import OPERATIONS
+from workbench.kernels.registry import OPERATIONS, register_backend
+from workbench.kernels.requirements import Requires, load_symbol
 from workbench.loading import dtype_named
+from workbench.numerics import NumericsPolicy
+from workbench.taps import Tap
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "gpu_kernels"
 
-PREFILL = ("triton_chunk", "cuda_chunk", "cuda_chunk_split", "torch_chunk", "fla", "flash_qla", "flashinfer", "vllm")
-DECODE = ("triton_recurrent", "cuda_recurrent", "torch_recurrent", "fla", "vllm")
+PREFILL = (
+    "triton_chunk", "cuda_chunk", "cuda_chunk_split", "torch_chunk", "fla", "flash_qla", "flashinfer", "vllm",
+    "transformers",
+)  # fmt: skip
+DECODE = ("triton_recurrent", "cuda_recurrent", "torch_recurrent", "fla", "vllm", "transformers")
 FUSED = ("triton_packed", "torch_composed")
 MOE = ("automatic", "triton_grouped+triton_count+triton_topk", "torch_grouped")
 MOE_FEW = ("automatic", "triton_few+triton_topk", "torch_gathered", "torch_grouped")
@@ -58,8 +66,39 @@ PLAN = (
 )
 
 
+#: transformers' delta rule in PyTorch, by the phase of the call.
+TRANSFORMERS = "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"
+
+
+def transformers_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The contract's op by transformers: its own PyTorch, not the library that it hands over to where one is there.
+
+    It takes a key head for each value head, and scales the queries itself.
+    """
+    names = {True: "torch_recurrent_gated_delta_rule", False: "torch_chunk_gated_delta_rule"}
+    rule = inspect.unwrap(load_symbol(f"{TRANSFORMERS}:{names[q.shape[1] == 1]}"))
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, dim=2) for x in (q.float() * q.shape[-1] ** 0.5, k))
+    out, state = rule(q, k, v, g=log_decay, beta=beta, initial_state=initial_state, output_final_state=True)
+    return out.to(v.dtype), state.float()
+
+
+def register_peers() -> None:
+    """Add the sides that are no backends of the package."""
+    if "transformers" not in OPERATIONS["gated_delta_rule"].backends:
+        register_backend(
+            "gated_delta_rule", "transformers", transformers_rule,
+            lambda call: "has no packed sequences" if call.packed else None, policy="transformers",
+            requires=Requires(symbols=(f"{TRANSFORMERS}:torch_chunk_gated_delta_rule",)),
+        )  # fmt: skip
+
+
 def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype, shape: str | None) -> list[Entry]:
     """The plan, or the part of it that was asked for; backends that no op here has are left out."""
+    register_peers()
     found: dict[str, tuple[Case, dict[str, Side]]] = {}  # with --shape, cases of the plan may become one
     for op, name, lengths, labels in PLAN:
         if (only and op not in only) or op not in TIMED:

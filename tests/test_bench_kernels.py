@@ -187,6 +187,17 @@ def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_n
     assert all("computes by the policy factored, which is not right on" in why for why in found.not_held.values())
 
 
+def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count(operations):
+    inner = OPERATIONS["gated_delta_rule"].backends["torch_chunk"]
+    register_backend(
+        "gated_delta_rule", "unpacked", inner.run, lambda call: "takes no packed rows" if call.packed else None
+    )
+    found = measured("gated_delta_rule", "1x130", [Side(label="unpacked", requested={"gated_delta_rule": "unpacked"})])
+    ((name, why),) = found.not_held.items()
+    assert name.endswith("unpacked: ragged_tails") and "takes no packed rows" in why
+    assert found.not_timed == {} and any(row.backend == "unpacked" and row.unit == "ms" for row in found.rows)
+
+
 def test_inputs_that_a_backend_writes_to_are_its_own(operations):
     inner = OPERATIONS["causal_conv"].backends["torch_shift"]
 

@@ -66,7 +66,7 @@ class Measured:
 
     rows       of times and of errors
     not_timed  why of each side that has no time
-    not_held   hard inputs that a side's policy is known not to be right on, with what came of them
+    not_held   hard inputs that a side refuses, or that its policy is known not to be right on, with what came of them
     share      the largest error of a side that is right, over its limit
     cost       bytes that a call must move at least, and its flops
     """
@@ -168,10 +168,15 @@ def _held(
             with torch.inference_mode():
                 found = case.call(kernels, _own(case, kernels, given), watch)
         except WorkbenchError as error:  # refused, or failed with the library's own text: both are the answer
-            is_refused = "cannot serve this call" in str(error)
-            return f"{'refused' if is_refused else 'failed'}{name and ' on ' + name}: {one_line(str(error))[:400]}"
+            said = one_line(str(error))[:400]
+            if "cannot serve this call" not in said:
+                return f"failed{name and ' on ' + name}: {said}"
+            if not name:
+                return f"refused: {said}"
+            result.not_held[f"{case.name}: {side.label}: {name}"] = f"refused: {said}"
+            continue
         if watch is not None and not watch.are_raised:
-            return f"refused{name and ' on ' + name}: its kernels raise no flags in this call"
+            return "refused: its kernels raise no flags in this call"
         backend = _backend(case, kernels)
         for output, error, limit in _errors(case, backend, found, expected[name]):
             share = error / limit if limit else (0.0 if error == 0.0 else math.inf)
