@@ -16,6 +16,7 @@ from workbench.kernels import Kernels, registry
 from workbench.kernels.alignment import spec as alignment_spec
 from workbench.kernels.experts import spec as experts_spec
 from workbench.kernels.gated_delta_rule import spec as rule_spec
+from workbench.kernels.gdn_decode import spec as decode_spec
 from workbench.kernels.machine import this_machine
 from workbench.kernels.out_of_memory import is_out_of_memory
 from workbench.kernels.registry import OPERATIONS, Operation, register_backend
@@ -42,6 +43,7 @@ CALLS = {
     "gated_delta_rule": lambda k: k.gated_delta_rule(
         **rule_spec.example(tokens=3), initial_state=torch.ones(1, 4, 16, 24)
     ),
+    "gdn_decode": lambda k: k.gdn_decode(**decode_spec.example()),
 }
 
 

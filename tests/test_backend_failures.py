@@ -19,7 +19,7 @@ from workbench.kernels.requirements import Requires, forget_symbols
 BACKENDS = [(op, name) for op, operation in OPERATIONS.items() for name in operation.backends]
 
 #: Ops of one automatic backend, whose refusal leaves none.
-ALONE = ("rms_norm", "gated_rms_norm")
+ALONE = ("rms_norm", "gated_rms_norm", "gdn_decode")
 
 IMPORT = """
 try:

@@ -72,7 +72,8 @@ def by_op(board):
 
 def test_every_op_of_the_model_is_on_the_board_ranked_by_its_share(board, config):
     rows = by_op(board)
-    assert set(rows) == set(OPERATIONS) - {"alignment"}  # which the experts' backends ask for
+    # The experts' backends ask for `alignment`; `gdn_decode` stands for ops that are here one by one.
+    assert set(rows) == set(OPERATIONS) - {"alignment", "gdn_decode"}
     shares = [row.share for row in board.rows]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) + sum(share for _, share in board.others) == pytest.approx(1.0)

@@ -16,8 +16,8 @@ MATMUL = "matmul"
 
 #: What a rule may be for: the ops of the workbench besides.
 OPS = (
-    MATMUL, "alignment", "attention", "causal_conv", "experts", "gated_delta_rule", "gated_rms_norm", "linear",
-    "rms_norm", "routing",
+    MATMUL, "alignment", "attention", "causal_conv", "experts", "gated_delta_rule", "gated_rms_norm", "gdn_decode",
+    "linear", "rms_norm", "routing",
 )  # fmt: skip
 
 #: Figures that a profile states or declares unknown.
