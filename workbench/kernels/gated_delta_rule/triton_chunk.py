@@ -40,6 +40,8 @@ MOST_HEAD_SIZE = 256
 CHUNKS = (16, 32, 64, 128)
 #: How products of fp32 are taken: three products of TF32 parts, as accurate as one of fp32.
 FP32_PRODUCTS = "tf32x3"
+#: The same of the products that form the inverse, for narrower inputs.
+INVERSE_PRODUCTS = {torch.bfloat16: ("tf32", "tf32"), torch.float16: ("tf32x3", "tf32x3")}
 
 
 def supports(call: Call) -> str | None:
@@ -124,7 +126,8 @@ class Plan:
 
     block         value channels of a program of the scan
     warps, stages its warps, and chunks in flight
-    system_warps  warps of the systems
+    system_warps, system_registers
+                  warps of the systems, and the most registers of a thread of theirs
     segment       most chunks of a segment
     bulk          tiles are moved by the copy engine where the call allows it (`tile_descriptor`), not by threads
     """
@@ -133,6 +136,7 @@ class Plan:
     warps: int = 4
     stages: int = 2
     system_warps: int = 4
+    system_registers: int | None = None
     segment: int = 1 << 30
     bulk: bool = True
 
@@ -174,21 +178,25 @@ def launched(
 
     count, padded_key = layout.chunks.shape[0], max(16, triton.next_power_of_2(key_dim))
     block = min(plan.block, max(16, triton.next_power_of_2(value_dim)))
-    precision = {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(dtype, FP32_PRODUCTS)
+    leaves, precision = INVERSE_PRODUCTS.get(dtype, (FP32_PRODUCTS, FP32_PRODUCTS))
     dot = FP32_PRODUCTS if dtype == torch.float32 else "tf32"
     system, score = (
         torch.empty(count, value_heads, chunk, chunk, dtype=dtype, device=device) for _ in range(2)
     )  # fmt: skip
-    factors = torch.empty(count, value_heads, 2, chunk, dtype=torch.float32, device=device)
+    cumsum = torch.empty(count, value_heads, 2, chunk, dtype=torch.float32, device=device)
+    factors = torch.empty(count, value_heads, chunk, 2, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, value_heads, value_dim, dtype=dtype, device=device)
     state = torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=device)
-    if count:
-        kernels.systems[count, key_heads](
-            q, k, log_decay, beta, layout.chunks, system, score, factors,
-            *q.stride()[:3], *k.stride()[:3], *log_decay.stride(), *beta.stride(),
-            V=value_heads, GROUP=value_heads // key_heads, K=key_dim, BK=padded_key, C=chunk, PRECISION=precision,
-            DOT=dot, WIDE_SUM=policy.cumsum == "float64", num_warps=plan.system_warps, num_stages=1,
-        )  # fmt: skip
+    heads = min(32, max(16, triton.next_power_of_2(value_heads)))
+    kernels.gates[count, triton.cdiv(value_heads, heads)](
+        log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
+        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", num_warps=4,
+    )  # fmt: skip
+    kernels.systems[count, key_heads](
+        q, k, beta, layout.chunks, cumsum, system, score, *q.stride()[:3], *k.stride()[:3], *beta.stride(),
+        V=value_heads, GROUP=value_heads // key_heads, K=key_dim, BK=padded_key, C=chunk, LEAVES=leaves,
+        PRECISION=precision, DOT=dot, num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers,
+    )  # fmt: skip
     blocks = triton.cdiv(value_dim, block)
     segments, ahead, spans = layout.segments.shape[0], layout.ahead.shape[0], layout.spans.shape[0]
     ends = transitions = state  # not read without segments ahead
@@ -197,22 +205,20 @@ def launched(
     if spans:
         transitions = torch.empty(segments, value_heads, key_dim, key_dim, dtype=torch.float32, device=device)
 
-    tiles: tuple[Any, ...] = (q, k, v, system, score, out)
+    tiles: tuple[Any, ...] = (q, k, v, system, score, factors, out)
     is_bulk = plan.bulk and value_dim % block == 0 and key_dim == padded_key and are_whole(bounds, chunk)
     if is_bulk:
-        shapes = ((1, chunk, key_dim), (1, chunk, key_dim), (1, chunk, block), (chunk, chunk), (chunk, chunk))
-        found = [
-            tile_descriptor(x, shape)
-            for x, shape in zip((q, k, v, system, score, out), (*shapes, (1, chunk, block)), strict=True)
-        ]
+        keys, values, square = (1, chunk, key_dim), (1, chunk, block), (chunk, chunk)
+        shapes = (keys, keys, values, square, square, (1, 2 * chunk), values)
+        found = [tile_descriptor(x, shape) for x, shape in zip(tiles, shapes, strict=True)]
         is_bulk = None not in found
         tiles = tuple(found) if is_bulk else tiles
 
     def scan(table: Tensor, blocks: int, is_ahead: bool) -> None:
-        q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, out_tiles = tiles
+        *read, out_tiles = tiles
         kernels.scan[blocks, value_heads, table.shape[0]](
-            q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factors, table,
-            state if initial is None else initial, ends, transitions, out_tiles, state,
+            *read, factors, table, state if initial is None else initial, ends, transitions, out_tiles,
+            state,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block, C=chunk,
             DOT=dot, STAGES=plan.stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead, IS_BULK=is_bulk,

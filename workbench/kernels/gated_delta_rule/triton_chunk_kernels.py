@@ -46,10 +46,11 @@ def merged(inverse, lower, half: tl.constexpr, rows, columns, PRECISION: tl.cons
 
 
 @triton.jit
-def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
+def unit_lower_inverse(lower, C: tl.constexpr, LEAVES: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower)^-1 for a strictly lower triangular `lower` [C, C] in fp32, C a multiple of LEAF by a power of two.
 
-    No power of `lower` is formed: its entries would reach 1e15 where those of the inverse are at most 1.
+    No power of `lower` is formed: its entries would reach 1e15 where those of the inverse are at most 1. LEAVES and
+    PRECISION are those of the products up to LEAF rows and beyond.
     """
     count: tl.constexpr = C // LEAF
     i = tl.arange(0, LEAF)[None, :, None]
@@ -58,9 +59,9 @@ def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
     on_diagonal = block[:, None, None, None] == block[None, None, :, None]
     leaves = tl.sum(tl.where(on_diagonal, tl.reshape(lower, [count, LEAF, count, LEAF]), 0.0), axis=2)
     inverse = tl.where(i == j, 1.0, tl.where((i // 2 == j // 2) & (i > j), -leaves, 0.0))  # blocks of two rows
-    inverse = merged(inverse, leaves, 2, i, j, "ieee")
-    inverse = merged(inverse, leaves, 4, i, j, "ieee")
-    inverse = merged(inverse, leaves, 8, i, j, "ieee")
+    inverse = merged(inverse, leaves, 2, i, j, LEAVES)
+    inverse = merged(inverse, leaves, 4, i, j, LEAVES)
+    inverse = merged(inverse, leaves, 8, i, j, LEAVES)
     whole = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [C, C])
     rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if C > 16:
@@ -73,64 +74,78 @@ def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def systems(
-    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, system_ptr, score_ptr, factor_ptr,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, g_batch, g_token, g_head, beta_batch, beta_token, beta_head,
-    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, DOT: tl.constexpr, WIDE_SUM: tl.constexpr,
+def gates(
+    g_ptr, chunks_ptr, cumsum_ptr, factor_ptr, g_batch, g_token, g_head,
+    V: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, WIDE_SUM: tl.constexpr,
 ):  # fmt: skip
-    """T, P [N, V, C, C] in the dtype of q, and e^G, e^{G_C - G} [N, V, 2, C] in fp32; a program is (chunk, key head).
+    """G in base 2 as two fp32 numbers [N, V, 2, C]; e^G, e^{G_C - G} [N, V, C, 2]. A program is (chunk, HEADS heads).
 
-    Rows past the end of a sequence have keys, queries and beta of zero and no decay: they write nothing.
+    Rows past the end of a sequence have no decay. Differences of sums that are rounded to fp32 lose the small gates
+    beside large ones: where WIDE_SUM the second number holds what rounding takes from the sum in fp64, else zero.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
+    first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
+    count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
+    row = tl.arange(0, C)[:, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :]
+    gate = tl.load(
+        g_ptr + batch * g_batch + (first + row) * g_token + head * g_head, mask=(row < count) & (head < V), other=0.0
+    )  # fmt: skip
+    if WIDE_SUM:
+        wide = tl.cumsum(gate.to(tl.float64) * LOG2_E, 0)
+        total = wide.to(tl.float32)
+        rest = (wide - total.to(tl.float64)).to(tl.float32)
+    else:
+        wide = tl.cumsum(gate.to(tl.float32), 0) * LOG2_E
+        total, rest = wide, wide * 0.0
+    last = tl.sum(tl.where(row == C - 1, wide, 0.0), 0)[None, :]
+    place = (chunk * V + head) * 2 * C + row
+    tl.store(cumsum_ptr + place, total, mask=head < V)
+    tl.store(cumsum_ptr + place + C, rest, mask=head < V)
+    tl.store(factor_ptr + place + row, tl.exp2(total), mask=head < V)
+    tl.store(factor_ptr + place + row + 1, tl.exp2((last - wide).to(tl.float32)), mask=head < V)
+
+
+@triton.jit
+def systems(
+    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, score_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, beta_batch, beta_token, beta_head,
+    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """T and P [N, V, C, C] in the dtype of q; a program is (chunk, key head).
+
+    Rows past the end of a sequence have keys, queries and beta of zero: they write nothing.
     """
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
     first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
     count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
-    row = tl.arange(0, C)
-    channel = tl.arange(0, BK)
+    row, channel = tl.arange(0, C), tl.arange(0, BK)
     is_row = row < count
     is_entry = is_row[:, None] & (channel < K)[None, :]
-    rows = first + row
-    k = tl.load(
-        k_ptr + batch * k_batch + key_head * k_head + rows[:, None] * k_token + channel[None, :],
-        mask=is_entry, other=0.0,
-    )  # fmt: skip
-    q = tl.load(
-        q_ptr + batch * q_batch + key_head * q_head + rows[:, None] * q_token + channel[None, :],
-        mask=is_entry, other=0.0,
-    )  # fmt: skip
+    k_ptrs = k_ptr + batch * k_batch + key_head * k_head + first * k_token + (row[:, None] * k_token + channel[None, :])
+    q_ptrs = q_ptr + batch * q_batch + key_head * q_head + first * q_token + (row[:, None] * q_token + channel[None, :])
+    k = tl.load(k_ptrs, mask=is_entry, other=0.0)
+    q = tl.load(q_ptrs, mask=is_entry, other=0.0)
     keys = product(k, tl.trans(k), DOT)
     queries = product(q, tl.trans(k), DOT)
     i, j = row[:, None], row[None, :]
     for member in range(GROUP):
         head = key_head * GROUP + member
-        gate = tl.load(g_ptr + batch * g_batch + head * g_head + rows * g_token, mask=is_row, other=0.0)
-        beta = tl.load(beta_ptr + batch * beta_batch + head * beta_head + rows * beta_token, mask=is_row, other=0.0)
-        beta = beta.to(tl.float32)
-        # G in base 2. Differences of sums that are rounded to fp32 lose the small gates beside large ones: a second
-        # number holds what rounding takes away.
-        if WIDE_SUM:
-            wide = tl.cumsum(gate.to(tl.float64) * LOG2_E, 0)
-            last = tl.sum(tl.where(row == C - 1, wide, 0.0), 0)
-            total = wide.to(tl.float32)
-            rest = (wide - total.to(tl.float64)).to(tl.float32)
-            difference = (total[:, None] - total[None, :]) + (rest[:, None] - rest[None, :])
-            left = (last - wide).to(tl.float32)
-        else:
-            total = tl.cumsum(gate.to(tl.float32), 0) * LOG2_E
-            last = tl.sum(tl.where(row == C - 1, total, 0.0), 0)
-            difference = total[:, None] - total[None, :]
-            left = last - total
-        decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
-        lower = tl.where(i > j, keys * decay * beta[:, None], 0.0)
-        system = unit_lower_inverse(lower, C, PRECISION) * beta[None, :]
         place = chunk * V + head
-        square = place * C * C + i * C + j
-        tl.store(system_ptr + square, system.to(system_ptr.dtype.element_ty))
+        betas = beta_ptr + batch * beta_batch + head * beta_head + first * beta_token
+        cumsum = cumsum_ptr + place * 2 * C
+        difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
+        decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
+        beta = tl.load(betas + i * beta_token, mask=i < count, other=0.0).to(tl.float32)
+        lower = tl.where(i > j, keys * decay * beta, 0.0)
+        beta = tl.load(betas + j * beta_token, mask=j < count, other=0.0).to(tl.float32)
+        system = unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta
+        square = place * C * C + (i * C + j)
         tl.store(score_ptr + square, (queries * decay).to(score_ptr.dtype.element_ty))
-        tl.store(factor_ptr + place * 2 * C + row, tl.exp2(total))
-        tl.store(factor_ptr + place * 2 * C + C + row, tl.exp2(left))
+        tl.store(system_ptr + square, system.to(system_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -149,8 +164,8 @@ def narrowed(x, dtype: tl.constexpr):
 
 @triton.jit
 def scan(
-    q_ptr, k_ptr, v_ptr, system_ptr, score_ptr, factor_ptr, segments_ptr, initial_ptr, ends_ptr, transition_ptr,
-    out_ptr, state_ptr,
+    q_ptr, k_ptr, v_ptr, system_ptr, score_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
+    transition_ptr, out_ptr, state_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, HAS_INITIAL: tl.constexpr, IS_AHEAD: tl.constexpr,
@@ -211,7 +226,6 @@ def scan(
     out_rows = out_ptr if IS_BULK else out_ptr + batch * out_batch + head * out_head
     for step in tl.range(0, chunks, num_stages=STAGES):
         place = (chunk + step) * V + head
-        factors = factor_ptr + place * 2 * C
         token = first + step * C
         is_row = row < tokens - step * C
         if IS_BULK:
@@ -219,6 +233,7 @@ def scan(
             k = tl.reshape(k_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
             v = tl.reshape(v_rows.load([batch.to(tl.int32), at, head * W + block * BV]), [C, BV])
             system = system_ptr.load([(place * C).to(tl.int32), 0])
+            since_start, to_end = tl.split(tl.reshape(factor_ptr.load([place.to(tl.int32), 0]), [C, 2]))
         else:
             is_key = is_row[:, None] & is_channel[None, :]
             is_value = is_row[:, None] & is_column[None, :]
@@ -228,8 +243,9 @@ def scan(
                 mask=is_value & (not is_transition), other=0.0,
             )  # fmt: skip
             system = tl.load(system_ptr + place * C * C + square)
-        since_start, to_end = tl.load(factors + row), tl.load(factors + C + row)
-        over_chunk = tl.load(factors + C - 1)
+            factors = factor_ptr + place * 2 * C + 2 * row
+            since_start, to_end = tl.load(factors), tl.load(factors + 1)
+        over_chunk = tl.load(decay_ptr + place * 2 * C + 2 * (C - 1))
 
         narrow, power = narrowed(state, dtype)
         known = product(narrow, tl.trans(k), DOT) * power[:, None]
