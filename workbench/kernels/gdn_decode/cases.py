@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from workbench import taps
 from workbench.kernels.contract import Arguments, Contract, NanProbe, rounding_limit
 from workbench.kernels.gdn_decode import spec
 
@@ -85,5 +86,6 @@ CONTRACTS = (
         f"of the output and {STATE_ROUNDINGS} eps / 2 of the state, of values that are rounded to them; the window "
         "exactly",
         wide=("A_log", "dt_bias", "state"), probes=probes,
+        flagged={taps.GDN_STATE: "state", taps.GDN_NORM: "out"},
     ),
 )  # fmt: skip

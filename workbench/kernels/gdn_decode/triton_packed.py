@@ -20,6 +20,7 @@ from workbench.kernels.triton_runs import refusal
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
+FLAGS = (taps.GDN_STATE, taps.GDN_OUT, taps.GDN_NORM)
 #: Elements of a head's state, sides rounded up to powers of two, that a program can hold in registers.
 MOST_ELEMENTS = 1 << 15
 
@@ -49,8 +50,8 @@ def block_of(key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def launch_options(rows: int, columns: int) -> dict[str, object]:
-    """How the kernel is compiled: 64 registers of state a thread, and two programs on a multiprocessor."""
-    return {"num_warps": min(8, max(1, rows * columns // 2048)), "maxnreg": 128, "EVICTION": ""}
+    """How the kernel is compiled: 64 registers of state a thread, and two programs of 8 warps on a multiprocessor."""
+    return {"num_warps": min(16, max(1, rows * columns // 2048)), "maxnreg": 128, "EVICTION": ""}
 
 
 def arrivals_for(count: int, device: torch.device) -> Tensor:
