@@ -16,11 +16,27 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def raise_words(words, point: tl.constexpr, x):
-    """Raise the two words of row `point` to the values of a block x, in the dtype in which it is stored.
+def words_of(x):
+    """The two words of a block x, in the dtype in which it is stored.
 
-    Where x holds no value of the tensor it must be 0. `words` int32 [points, 2]; two atomic operations.
+    As whole numbers the bits of positive values are above those of all negative ones, in their order, NaN last. So the
+    largest of the bits is word 0, and with the signs turned word 1; a NaN is in one of them by its sign, and is put in
+    both.
     """
-    high, low = magnitude_bits(x)
-    tl.atomic_max(words + 2 * point, tl.max(high.reshape([high.numel]), 0), sem="relaxed")
-    tl.atomic_max(words + 2 * point + 1, tl.max(low.reshape([low.numel]), 0), sem="relaxed")
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = tl.reshape(bits, [bits.numel], can_reorder=True)  # each thread first, and no value moves for it
+    turned = bits ^ -0x80000000
+    high, low = tl.maximum(tl.max(bits, 0), 0), tl.maximum(tl.max(turned, 0), 0)
+    larger = tl.maximum(high, low)
+    return tl.where(larger > 0x7F800000, larger, high), tl.where(larger > 0x7F800000, larger, low)
+
+
+@triton.jit
+def raise_words(words, point: tl.constexpr, x):
+    """Raise the two words of row `point` to the values of a block x; two atomic operations that nothing waits for.
+
+    Where x holds no value of the tensor it must be 0. `words` int32 [points, 2].
+    """
+    high, low = words_of(x)
+    tl.atomic_max(words + 2 * point, high, sem="relaxed")
+    tl.atomic_max(words + 2 * point + 1, low, sem="relaxed")

@@ -79,10 +79,10 @@ def conv_kernel(
 
     if first + TOKENS >= end:  # the last tile of its sequence
         for i in tl.static_range(WIDTH - 1):
-            source = end - (WIDTH - 1) + i
-            value = tl.load(x + source.to(tl.int64) * x_token_stride + c, is_channel & (source >= start), other=0.0)
+            kept = end - (WIDTH - 1) + i
+            row = tl.load(x + kept.to(tl.int64) * x_token_stride + c, is_channel & (kept >= start), other=0.0)
             if window is not None:
-                is_old = is_channel & (source < start)
-                old = past + (source - start + (WIDTH - 1)) * channels + c
-                value = tl.where(is_old, tl.load(window + old, is_old, other=0.0).to(value.dtype), value)
-            tl.store(new_window + past + i * channels + c, value, is_channel)
+                is_older = is_channel & (kept < start)
+                older = past + (kept - start + (WIDTH - 1)) * channels + c
+                row = tl.where(is_older, tl.load(window + older, is_older, other=0.0).to(row.dtype), row)
+            tl.store(new_window + past + i * channels + c, row, is_channel)
