@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench import taps
 from workbench.kernels import triton_runs
 from workbench.kernels.gated_delta_rule import library_form, spec
 from workbench.kernels.registry import Call
@@ -36,6 +37,7 @@ from workbench.taps import Tap
 REQUIRES = triton_runs.REQUIRES
 #: Tensor cores take S, T, P, r and v' in the dtype of v.
 ROUNDS_INSIDE = True
+FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 MOST_HEAD_SIZE = 256
 CHUNKS = (16, 32, 64, 128)
 #: How products of fp32 are taken: three products of TF32 parts, as accurate as one of fp32.
@@ -148,11 +150,13 @@ def chosen(dtype: torch.dtype) -> Plan:
 def run(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None,
+    flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `spec` for shapes. Emits the final state to `tap`."""
+    """See `spec` for shapes. Emits the final state to `tap`, and raises the words of state and output in `flags`."""
     out, state = launched(
         q, k, v, log_decay=spec.limited_gates(log_decay, policy, spec.phase_of(q.shape[1])), beta=beta,
         initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, plan=chosen(v.dtype),
+        flags=flags,
     )  # fmt: skip
     return library_form.finished(out, state, policy, tap, like=v)
 
@@ -160,6 +164,7 @@ def run(
 def launched(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, policy: NumericsPolicy, plan: Plan,
+    flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`run` by a given plan; gates as they are."""
     import triton
@@ -190,7 +195,7 @@ def launched(
     heads = min(32, max(16, triton.next_power_of_2(value_heads)))
     kernels.gates[count, triton.cdiv(value_heads, heads)](
         log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
-        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", num_warps=4,
+        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", num_warps=8,
     )  # fmt: skip
     kernels.systems[count, key_heads](
         q, k, beta, layout.chunks, cumsum, system, score, *q.stride()[:3], *k.stride()[:3], *beta.stride(),
@@ -218,11 +223,11 @@ def launched(
         *read, out_tiles = tiles
         kernels.scan[blocks, value_heads, table.shape[0]](
             *read, factors, table, state if initial is None else initial, ends, transitions, out_tiles,
-            state,
+            state, state if flags is None else flags,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block, C=chunk,
             DOT=dot, STAGES=plan.stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead, IS_BULK=is_bulk,
-            num_warps=plan.warps, num_stages=plan.stages,
+            HAS_FLAGS=flags is not None and not is_ahead, num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
     if ahead:
@@ -230,7 +235,7 @@ def launched(
     if spans:
         kernels.join_segments[blocks, value_heads, spans](
             ends, transitions, layout.spans, V=value_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block,
-            PRECISION="tf32x3", num_warps=4, num_stages=1,
+            PRECISION="tf32x3", num_warps=8, num_stages=1,
         )  # fmt: skip
     scan(layout.segments, blocks, False)
     return out, state

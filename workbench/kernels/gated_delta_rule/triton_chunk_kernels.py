@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workbench.kernels import triton_runs
+from workbench.kernels import flags_kernels, triton_runs
 
 #: Rows of the diagonal blocks that are inverted in one batch, before they are merged in the whole matrix.
 LEAF = tl.constexpr(16)
@@ -163,13 +163,19 @@ def narrowed(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two numbers, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def scan(
     q_ptr, k_ptr, v_ptr, system_ptr, score_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
-    transition_ptr, out_ptr, state_ptr,
+    transition_ptr, out_ptr, state_ptr, words_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, HAS_INITIAL: tl.constexpr, IS_AHEAD: tl.constexpr,
-    IS_BULK: tl.constexpr,
+    IS_BULK: tl.constexpr, HAS_FLAGS: tl.constexpr,
 ):  # fmt: skip
     """One segment of one value head, BV value channels of it: chunk after chunk, the state in registers, transposed.
 
@@ -180,6 +186,7 @@ def scan(
     segment but the first of a sequence from `ends`. True writes, before that state is known, what it needs: the state
     at the end of the segment if it began from nothing, the first of a sequence from its own, into ends [M, V, K, W];
     and in further programs, with v = 0 and a state of I, the transition [M, V, K, K] of the state over the segment.
+    HAS_FLAGS raises the words (`tracing.flags`) of the state, row 0, and of `out`, row 1.
     """
     block, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     here = segments_ptr + segment * SEGMENT_COLUMNS
@@ -224,6 +231,7 @@ def scan(
     q_rows = q_ptr if IS_BULK else q_ptr + batch * q_batch + key_head * q_head
     v_rows = v_ptr if IS_BULK else v_ptr + batch * v_batch + head * v_head
     out_rows = out_ptr if IS_BULK else out_ptr + batch * out_batch + head * out_head
+    high, low = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         place = (chunk + step) * V + head
         token = first + step * C
@@ -265,7 +273,11 @@ def scan(
                 score = tl.load(score_ptr + place * C * C + square)
             inter = product(narrow, tl.trans(q), DOT) * power[:, None] * since_start[None, :]
             values, size = narrowed(written, dtype)
-            out = tl.trans((inter + product(values, tl.trans(score), DOT) * size[:, None]).to(dtype))
+            wide = inter + product(values, tl.trans(score), DOT) * size[:, None]
+            if HAS_FLAGS:
+                high = larger(high, tl.reduce(wide, 1, larger))
+                low = larger(low, tl.reduce(-wide, 1, larger))
+            out = tl.trans(wide.to(dtype))
             if IS_BULK:
                 out_rows.store([batch.to(tl.int32), at, head * W + block * BV], tl.reshape(out, [1, C, BV]))
             else:
@@ -281,6 +293,14 @@ def scan(
             tl.store(ends_ptr + (number * V + head) * K * W + place_in_state, state, mask=in_state)
     elif leaving >= 0:
         tl.store(state_ptr + (leaving * V + head) * K * W + place_in_state, state, mask=in_state)
+        if HAS_FLAGS:
+            flags_kernels.raise_words(words_ptr, 0, state)
+    if HAS_FLAGS:
+        # Of what was rounded the largest is the largest rounded. No bits of a sign: of a zero or a NaN.
+        high = high.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        low = low.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(words_ptr + 2, tl.max(high, 0), sem="relaxed")
+        tl.atomic_max(words_ptr + 3, tl.max(low, 0), sem="relaxed")
 
 
 @triton.jit
