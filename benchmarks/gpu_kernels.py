@@ -11,8 +11,11 @@ Writes benchmarks/results/gpu_kernels.HARDWARE.json after every case; the same c
 
 import argparse
 import inspect
+import multiprocessing
 import os
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
@@ -20,11 +23,11 @@ os.environ.setdefault("FLA_FLASH_QLA", "0")  # read when fla is imported
 import torch
 from torch import Tensor
 
-from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, Case, case_of, parse_tokens
+from workbench.bench.cases import IN_PLACE, MOE_LAYER, TIMED, Case, Words, case_of, parse_tokens
 from workbench.bench.measure import Side, flagged, side_named
 from workbench.bench.shapes import shape_named
 from workbench.bench.suite import Entry, Settings, run_suite
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, one_line
 from workbench.kernels.registry import OPERATIONS, register_backend
 from workbench.kernels.requirements import Requires, load_symbol
 from workbench.loading import dtype_named
@@ -115,6 +118,49 @@ def entries(only: list[str] | None, tokens: list[str] | None, dtype: torch.dtype
     return [Entry(case, list(sides.values())) for case, sides in found.values()]
 
 
+def compile_sides(planned: list[Entry], workers: int, seconds: float) -> None:
+    """Run each side of each op and shape once, in processes of their own: what compiles for minutes does so at once.
+
+    The caches on disk are what stays of it; no more than `seconds` are waited for, and what fails will say so later.
+    """
+    jobs: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in planned:
+        for side in entry.sides:
+            jobs.setdefault((entry.case.op, entry.case.shape.name, side.label), []).append(Entry(entry.case, [side]))
+    started = time.monotonic()
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    waiting = {pool.submit(run_once, found): " ".join(name) for name, found in jobs.items()}
+    try:
+        for over in as_completed(waiting, timeout=seconds):
+            error = over.exception()  # of a process that broke off too
+            said = over.result() if error is None else one_line(f"{type(error).__name__}: {error}")
+            print(f"{time.monotonic() - started:.0f} s: {waiting[over]}: {said[:200]}", flush=True)
+    except TimeoutError:
+        left = [name for future, name in waiting.items() if not future.done()]
+        print(f"{seconds:.0f} s are over; not compiled beforehand: {', '.join(left)}", flush=True)
+    for process in list(pool._processes.values()):
+        process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_once(entries: list[Entry]) -> str:
+    """Call one side in each of its cases, with a state and without one; what came of it."""
+    register_peers()
+    try:
+        for entry in entries:
+            case = entry.case.with_weights("cuda", 0)
+            (side,) = entry.sides
+            kernels, watch = side.kernels(), Words("cuda") if side.has_flags else None
+            with torch.inference_mode():
+                case.call(kernels, case.draw("cuda", 0), watch)
+                for given in list(case.hard("cuda", 0).values())[-4:]:
+                    case.call(kernels, given, watch)
+        torch.cuda.synchronize()
+    except WorkbenchError as error:
+        return one_line(str(error))
+    return "done"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -124,6 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", help="this shape in the place of the plan's")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--minutes", type=float, help="no case is begun after so many; what is left is told")
+    parser.add_argument("--compile", type=int, metavar="PROCESSES", help="first run every side once in so many "
+                        "processes at a time")  # fmt: skip
+    parser.add_argument("--compile-seconds", type=float, default=120.0, help="wait so long for it (default 120)")
     parser.add_argument("--commit", help="of the tree, where it was copied without its history")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "benchmarks" / "results")
     options = parser.parse_args(arguments)
@@ -132,6 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     settings = Settings(device=options.device, rounds=options.rounds, minutes=options.minutes)
     planned = entries(options.only, options.tokens, dtype_named(options.dtype), options.shape)
+    if options.compile:
+        compile_sides(planned, options.compile, options.compile_seconds)
     outcome = run_suite(
         planned, settings, name=NAME, folder=options.out, project=ROOT, say=lambda line: print(line, flush=True),
         measured=None if options.commit is None else (options.commit, False),

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from workbench.bench.suite import Entry, Settings, run_suite
 from workbench.cli import main
 from workbench.errors import BackendError, InputError
 from workbench.kernels import Kernels, registry
+from workbench.kernels.gated_delta_rule.extremes import VALID_EXTREMES
 from workbench.kernels.registry import OPERATIONS, register_backend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +119,8 @@ def test_inputs_are_drawn_anew_for_each_seed_and_alike_for_one():
 def test_hard_inputs_keep_what_they_provoke_in_other_head_sizes():
     case = case_of("gated_delta_rule", SHAPE, (1, 130), torch.float32)
     hard = case.hard("cpu", 3)
-    assert {"repeated_keys", "strong_decay", "ragged_tails", "state_beyond_fp16"} <= set(hard)
+    assert {"repeated_keys", "strong_decay", "one_token_tail", "state_beyond_fp16"} <= set(hard)
+    assert "ragged_tails" not in hard, "packed rows are another call"
     keys = hard["repeated_keys"]["k"]
     assert keys.shape[-1] == SHAPE.key_dim and torch.allclose(keys.norm(dim=-1), torch.ones(()), atol=1e-5)
     assert torch.allclose((keys[0, 0] * keys[0, 100]).sum(-1), torch.ones(()), atol=1e-5)
@@ -125,6 +128,20 @@ def test_hard_inputs_keep_what_they_provoke_in_other_head_sizes():
     assert hard["state_beyond_fp16"]["initial_state"].abs().max() > 65504
     one = case_of("gated_delta_rule", SHAPE, (1, 1), torch.float32).hard("cpu", 3)
     assert one and all(given["q"].shape[1] == 1 for given in one.values())
+
+
+def test_hard_inputs_have_the_heads_of_the_shape():
+    """Heads are repeated with their gates: each value head computes what one of the input's own did."""
+    three = replace(SHAPE, name="three", key_heads=3, value_heads=9)
+    case = case_of("gated_delta_rule", three, (1, 130), torch.float32)
+    given = case.hard("cpu", 3)["heads_apart"]
+    assert given["q"].shape[2] == 3 and given["v"].shape[2] == 9 and given["log_decay"].shape[2] == 9
+    own = VALID_EXTREMES["heads_apart"].make(130, 3)
+    assert torch.equal(given["log_decay"][0, :, 0], own["log_decay"][0, :, 0])
+    assert torch.equal(given["log_decay"][0, :, 3], own["log_decay"][0, :, 2]), "of the second key head"
+    out, _ = case.expected(given)
+    first, _ = case_of("gated_delta_rule", SHAPE, (1, 130), torch.float32).expected(own)
+    assert torch.allclose(out[0, :, 4].norm(dim=-1), first[0, :, 3].norm(dim=-1), rtol=1e-4)
 
 
 def test_the_least_cost_is_that_of_the_bytes_and_products_of_the_model():
@@ -190,12 +207,12 @@ def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_n
 def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count(operations):
     inner = OPERATIONS["gated_delta_rule"].backends["torch_chunk"]
     register_backend(
-        "gated_delta_rule", "unpacked", inner.run, lambda call: "takes no packed rows" if call.packed else None
+        "gated_delta_rule", "short", inner.run, lambda call: "takes 128 tokens" if call.tokens > 128 else None
     )
-    found = measured("gated_delta_rule", "1x130", [Side(label="unpacked", requested={"gated_delta_rule": "unpacked"})])
+    found = measured("gated_delta_rule", "1x128", [Side(label="short", requested={"gated_delta_rule": "short"})])
     ((name, why),) = found.not_held.items()
-    assert name.endswith("unpacked: ragged_tails") and "takes no packed rows" in why
-    assert found.not_timed == {} and any(row.backend == "unpacked" and row.unit == "ms" for row in found.rows)
+    assert name.endswith("short: one_token_tail") and "takes 128 tokens" in why
+    assert found.not_timed == {} and any(row.backend == "short" and row.unit == "ms" for row in found.rows)
 
 
 def test_inputs_that_a_backend_writes_to_are_its_own(operations):

@@ -160,7 +160,7 @@ def _captured(calls: Sequence[Run], device: str, repeats: int) -> tuple[torch.cu
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph, kept, size, first = torch.cuda.CUDAGraph(), deque(), 0, None
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a library's other threads are its own affair
         for number in range(repeats * len(calls)):
             found = calls[number % len(calls)]()
             if first is None:
