@@ -89,8 +89,7 @@ def run(
     of_gate = joined(policy.clamp("raw_gate", phase), policy.clamp("decode_gate", phase))
     of_state = policy.clamp("state", phase)
     rows, columns, warps = columns_of(sequences * value_heads, key_dim, value_dim)
-    grid = (-(-value_dim // columns), value_heads, sequences)
-    recurrent_kernel[grid](
+    recurrent_kernel[sequences * value_heads * -(-value_dim // columns),](
         q, k, v, log_decay, beta, first, places, out, state, flags, *limits(of_gate), *limits(of_state), tokens,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_decay.stride(), *beta.stride(),
         V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim, BK=rows, BW=columns,

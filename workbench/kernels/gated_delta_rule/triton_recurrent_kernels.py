@@ -59,16 +59,18 @@ def recurrent_kernel(
     ONE_TOKEN: tl.constexpr, IS_PACKED: tl.constexpr, HAS_STATE: tl.constexpr, CLAMPS_GATE: tl.constexpr,
     CLAMPS_STATE: tl.constexpr, RAISES_FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, value head, sequence). Strides are in elements, the last axis of q, k, v has stride 1.
+    """A program for each sequence, value head and block of columns, in this order. Strides are in elements, the last
+    axis of q, k, v has stride 1.
 
     q, k [B, T, H, K], v [B, T, V, W], log_decay, beta [B, T, V], out [B, T, V, W] row-major, states [S, V, K, W] fp32
     row-major (initial_state of any float dtype), bounds [S + 1] int32 where IS_PACKED, flags int32 [2, 2]: the state,
     the output.
     """
-    columns = tl.program_id(0) * BW + tl.arange(0, BW)
+    BLOCKS: tl.constexpr = (W + BW - 1) // BW
+    columns = tl.program_id(0) % BLOCKS * BW + tl.arange(0, BW)
     rows = tl.arange(0, BK)
-    head = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(0) // BLOCKS % V
+    sequence = (tl.program_id(0) // (BLOCKS * V)).to(tl.int64)
     has_column, has_row = columns < W, rows < K
     inside = has_row[:, None] & has_column[None, :]
     place = (sequence * V + head) * (K * W) + rows[:, None] * W + columns[None, :]
