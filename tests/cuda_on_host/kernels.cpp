@@ -56,5 +56,12 @@ int launch_recurrent(const RecurrentArguments* a, void* seed) {
     return 0;
 }
 
+int stage_bytes(int warps, int limits_rows) {
+    return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::bytes(limits_rows)
+                      : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::bytes(limits_rows);
+}
+int chunk_argument_bytes() { return sizeof(ChunkArguments); }
+int recurrent_argument_bytes() { return sizeof(RecurrentArguments); }
+
 const char* error_text(int) { return "none"; }
 }

@@ -22,7 +22,7 @@ import torch
 from workbench.errors import BackendError, one_line
 
 #: Lines of the compiler's output that a message ends with, and the most characters of each.
-LAST_LINES, LINE_LENGTH = 6, 300
+LAST_LINES, LINE_LENGTH = 3, 300
 
 #: Age in seconds from which the lock of a build is one that an interrupted build has left behind.
 STALE_LOCK_S = 900
@@ -109,7 +109,9 @@ def _built(source: Path, macros: tuple[tuple[str, str], ...], capability: tuple[
             f"{folder} for all of it, and check that nvcc ({cpp_extension.CUDA_HOME}) knows sm_{architecture} and that "
             f"it and torch are for the same CUDA ({torch.version.cuda})"
         ) from error
-    return ctypes.CDLL(path or os.path.join(folder, f"{name}.so"))
+    library = ctypes.CDLL(path or os.path.join(folder, f"{name}.so"))
+    library.error_text.restype = ctypes.c_char_p  # every source has it: the text of an error of CUDA
+    return library
 
 
 def built(source: Path, macros: Mapping[str, str], capability: tuple[int, int]) -> ctypes.CDLL:

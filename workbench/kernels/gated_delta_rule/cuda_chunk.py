@@ -90,12 +90,12 @@ def stage_bytes(dtype: torch.dtype, rows: int, key_dim: int, warps: int, limits_
     """Shared memory of one stage of the scan: what csrc/chunk.cuh calls Stage::bytes."""
     size = dtype.itemsize
     padding = 16 // size
-    keys = _padded_keys(key_dim) + padding
+    keys = padded_keys(key_dim) + padding
     tiles = 2 * keys + (16 * warps + padding) + (rows + padding) + (keys if limits_rows else rows + padding)
     return rows * tiles * size + (4 * rows + 4) * 4
 
 
-def _padded_keys(key_dim: int) -> int:
+def padded_keys(key_dim: int) -> int:
     return next(size for size in KEY_SIZES if key_dim <= size)
 
 
@@ -147,7 +147,7 @@ def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Te
 def library(dtype: torch.dtype, key_dim: int, rows: int, device: torch.device) -> ctypes.CDLL:
     """The kernels for a dtype, key size and chunk on the device's architecture, built on first use."""
     macros = {
-        "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(_padded_keys(key_dim)), "BUILD_ROWS": str(rows),
+        "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(padded_keys(key_dim)), "BUILD_ROWS": str(rows),
     }  # fmt: skip
     return cuda_build.built(SOURCE, macros, torch.cuda.get_device_capability(device))
 
@@ -159,7 +159,6 @@ def launch_stream(device: torch.device) -> ctypes.c_void_p:
 def raise_for(code: int, found: ctypes.CDLL, what: str) -> None:
     """Raise BackendError where a launch returned an error of CUDA."""
     if code:
-        found.error_text.restype = ctypes.c_char_p
         raise BackendError(f"{what}: the launch failed with CUDA error {code}: {found.error_text(code).decode()}")
 
 
@@ -210,8 +209,7 @@ def run_in_blocks(
         values_are_aligned=is_aligned(value_dim, "v", "out"),
         **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
     )  # fmt: skip
-    stage = stage_bytes(dtype, rows, key_dim, warps, limits_rows)
-    stages = 2 if 2 * stage <= most_shared_bytes(device) else 1
+    stages = stages_of(dtype, key_dim, warps, policy, tokens, device)
     found = library(dtype, key_dim, rows, device)
     code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
     raise_for(code, found, f"gated_delta_rule in chunks of {rows}")
@@ -220,6 +218,30 @@ def run_in_blocks(
 
 def most_shared_bytes(device: torch.device) -> int:
     return cuda_build.shared_bytes(torch.cuda.get_device_capability(device))
+
+
+def stages_of(
+    dtype: torch.dtype, key_dim: int, warps: int, policy: NumericsPolicy, tokens: int, device: torch.device
+) -> int:
+    """Chunks in shared memory at a time: the next one is fetched while one is computed, where there is room for two."""
+    limits_rows = policy.clamp("solve_rows", spec.phase_of(tokens)) is not None
+    stage = stage_bytes(dtype, chunk_rows(policy, tokens), key_dim, warps, limits_rows)
+    return 2 if 2 * stage <= most_shared_bytes(device) else 1
+
+
+def path_in_blocks(q: Tensor, v: Tensor, policy: NumericsPolicy, warps: int) -> str:
+    """The way that a call takes, for the attestation."""
+    tokens, blocks = q.shape[1], -(-v.shape[3] // (16 * warps))
+    stages = stages_of(v.dtype, q.shape[3], warps, policy, tokens, v.device)
+    return (
+        f"chunks of {chunk_rows(policy, tokens)}, {blocks} block{'s' * (blocks > 1)} for each head, {stages} chunk"
+        f"{'s' * (stages > 1)} in shared memory"
+    )
+
+
+def path(q: Tensor, k: Tensor, v: Tensor, *, policy: NumericsPolicy, **_others: object) -> str:
+    """Which way through the kernels a call takes."""
+    return path_in_blocks(q, v, policy, WARPS)
 
 
 def run(

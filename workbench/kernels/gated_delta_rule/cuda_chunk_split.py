@@ -32,3 +32,8 @@ def run(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy,
         tap=tap, flags=flags, warps=cuda_chunk.SPLIT_WARPS,
     )  # fmt: skip
+
+
+def path(q: Tensor, k: Tensor, v: Tensor, *, policy: NumericsPolicy, **_others: object) -> str:
+    """Which way through the kernels a call takes."""
+    return cuda_chunk.path_in_blocks(q, v, policy, cuda_chunk.SPLIT_WARPS)
