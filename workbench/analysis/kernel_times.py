@@ -99,7 +99,7 @@ def reading(recorded: Mapping[str, object], ops: Sequence[str] = ()) -> str:
         best = ours.loc[ours["ms"].idxmin()]
         said = (
             f"{op} of {best['case']} tokens ({shape}): {best['backend']} {best['ms']:.3g} ms, "
-            f"{100 * best['share']:.0f} % of the limit"
+            f"{100 * best['limit_ms'] / best['ms']:.0f} % of the limit"
         )
         if len(theirs):
             peer = theirs.loc[theirs["ms"].idxmin()]
