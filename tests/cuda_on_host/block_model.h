@@ -17,7 +17,7 @@
 #include <vector>
 
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __align__(bytes)
 #define __restrict__
 #define DEVICE inline

@@ -211,7 +211,8 @@ def run_in_blocks(
     )  # fmt: skip
     stages = stages_of(dtype, key_dim, warps, policy, tokens, device)
     found = library(dtype, key_dim, rows, device)
-    code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
+    with torch.cuda.device_of(v):
+        code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
     raise_for(code, found, f"gated_delta_rule in chunks of {rows}")
     return library_form.finished(tensors["out"], tensors["state"], policy, tap, like=v)
 

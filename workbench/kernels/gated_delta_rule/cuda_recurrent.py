@@ -92,6 +92,7 @@ def run(
         state_limits=Limits.of(policy.clamp("state", spec.phase_of(tokens))),
     )  # fmt: skip
     found = library(device)
-    code = found.launch_recurrent(ctypes.byref(arguments), cuda_chunk.launch_stream(device))
+    with torch.cuda.device_of(v):
+        code = found.launch_recurrent(ctypes.byref(arguments), cuda_chunk.launch_stream(device))
     cuda_chunk.raise_for(code, found, "gated_delta_rule token by token")
     return library_form.finished(tensors["out"], tensors["state"], policy, tap, like=v)

@@ -47,16 +47,18 @@ constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 128;
 
 // Sum over the warps of each of the block's columns; every lane gets those of its four.
 DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
-    for (int c = 0; c < 4; c++) exchange[warp * RECURRENT_COLUMNS + lane * 4 + c] = x[c];
+    float4* fours = (float4*)exchange + lane;
+    fours[warp * (RECURRENT_COLUMNS / 4)] = float4{x[0], x[1], x[2], x[3]};
     wait_for_block();
-    for (int c = 0; c < 4; c++) {
-        x[c] = 0.0f;
-        for (int i = 0; i < RECURRENT_WARPS; i++) x[c] += exchange[i * RECURRENT_COLUMNS + lane * 4 + c];
+    for (int c = 0; c < 4; c++) x[c] = 0.0f;
+    for (int i = 0; i < RECURRENT_WARPS; i++) {
+        float4 four = fours[i * (RECURRENT_COLUMNS / 4)];
+        x[0] += four.x, x[1] += four.y, x[2] += four.z, x[3] += four.w;
     }
 }
 
 template <int KEYS>
-__global__ void __launch_bounds__(32 * RECURRENT_WARPS) recurrent(RecurrentArguments a) {
+__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 2 : 1) recurrent(RecurrentArguments a) {
     constexpr int OWN = KEYS / RECURRENT_WARPS;  // keys of a warp
     SHARED_MEMORY(memory);
     float* keys = (float*)memory;                // [KEYS]
