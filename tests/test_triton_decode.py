@@ -273,3 +273,26 @@ def test_a_name_for_all_ops_and_one_for_a_part_leave_the_parts_to_it(model):
     for kernels in (Kernels("reference"), Kernels("gated_delta_rule=torch_recurrent"), Kernels()):
         decoded(model, kernels, steps=1)
         assert "gdn_decode" not in {row.op for row in kernels.attestation()}
+
+
+def test_flags_of_a_decode_step_are_raised_by_the_one_launch(model):
+    model.kernels, before = Kernels("gdn_decode=triton_packed"), model.kernels
+    try:
+        with torch.inference_mode(), trace(model, check="flags") as seen:
+            cache = model(torch.tensor([[1, 2, 3]], device=DEVICE), use_cache=True).cache
+            model(torch.tensor([[4]], device=DEVICE), cache=cache)
+            cache.layers[1].state[0, 2, 3, 4] = math.nan
+            model(torch.tensor([[5]], device=DEVICE), cache=cache)
+        table = seen.flags.table
+        assert ("gdn_decode", "1") in {(row.op, row.tokens) for row in model.kernels.attestation()}
+    finally:
+        model.kernels = before
+    of_step = [
+        set(table["tap"][(table["step"] == step) & table["tap"].str.startswith("layers.00.gdn")]) for step in (0, 1)
+    ]
+    assert (
+        {name.split(".", 2)[2] for name in of_step[1]}
+        == {"gdn.state", "gdn.out", "gdn.norm"}
+        < {name.split(".", 2)[2] for name in of_step[0]}
+    )
+    assert seen.flags.tripped()[0] == (2, "layers.01.gdn.state")

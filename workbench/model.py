@@ -238,12 +238,17 @@ class GatedDeltaNet(nn.Module):
         kernels = shared.kernels
         qkv, z, raw_beta, raw_gate = self.joint(x, kernels)
         is_decode = tokens == 1 and cache is not None and shared.bounds is None
-        if is_decode and tap is None and kernels.fuses_decode(qkv, cache.state):  # one op shows nothing in between
+        if is_decode and kernels.fuses_decode(qkv, cache.state, tap):
             out, window, state = kernels.gdn_decode(
                 qkv[:, 0], z.view(batch, self.value_heads, self.value_head_dim), raw_beta[:, 0], raw_gate[:, 0],
                 conv_weight=self.conv1d.weight.squeeze(1), A_log=self.A_log, dt_bias=self.dt_bias,
                 norm_weight=self.norm.weight, window=cache.window, state=cache.state, eps=self.eps,
+                watch=tap,
             )  # fmt: skip
+            if tap is not None:  # it keeps flags, and these have been raised; the recurrence's output had this shape
+                tap(taps.GDN_STATE, state)
+                tap(taps.GDN_OUT, out)
+                tap(taps.GDN_NORM, out)
             cache.window, cache.state = window.detach(), state.detach()
             return self.out_proj(out.view(batch, 1, self.value_dim), kernels)
         qkv = observe(tap, taps.GDN_QKV, qkv)

@@ -180,20 +180,25 @@ class Kernels:
             **run.flags(watch),
         )  # fmt: skip
 
-    def fuses_decode(self, qkv: Tensor, state: Tensor) -> bool:
+    def fuses_decode(self, qkv: Tensor, state: Tensor, watch: Tap | None) -> bool:
         """Whether a layer's decode step is to be asked of `gdn_decode`, and not of the ops that it is made of.
 
         It is where a backend is named for it, and on a GPU where the automatic choice is one that does more than call
-        those ops. A backend that is named for one of them serves it: ``reference``, which stands for all ops, too.
+        those ops. A backend that is named for one of them serves it: ``reference``, which stands for all ops, too. An
+        observer sees the ops, since one launch shows nothing in between; but for one that keeps flags, where the named
+        backend raises those of what it computes.
         """
         named = self.requested.get(_gdn_decode.spec.OP)
         parts = {self.requested.get(part) for part in _gdn_decode.spec.PARTS}
-        if named is not None:
-            return named not in parts
-        if parts != {None} or self.card is not None or qkv.device.type == "cpu":
+        if named is None:
+            if parts != {None} or watch is not None or self.card is not None or qkv.device.type == "cpu":
+                return False
+        elif named in parts:
             return False
-        chosen = self._backend("gdn_decode", 1, qkv, state, weight_shape=state.shape[1:]).resolution.backend
-        return chosen.name != "torch_composed"
+        elif watch is None:
+            return True
+        site = self._backend("gdn_decode", 1, qkv, state, weight_shape=state.shape[1:])
+        return site.resolution.backend.name != "torch_composed" if watch is None else bool(site.flags(watch))
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `linear.spec`."""
