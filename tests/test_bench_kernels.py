@@ -204,6 +204,24 @@ def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_n
     assert all("computes by the policy factored, which is not right on" in why for why in found.not_held.values())
 
 
+def test_what_rounds_inside_may_be_further_off_on_hard_inputs_and_says_by_how_much(operations):
+    run = OPERATIONS["rms_norm"].backends["torch_rms"].run
+
+    def rounds(x, weight, *, eps):
+        return run(x, weight, eps=eps) * (1.0 + 5e-6 * (x.abs().max() > 50))
+
+    for name, inside in (("rounds", True), ("does_not", False)):
+        register_backend("rms_norm", name, rounds, lambda call: None, rounds_inside=inside)
+    found = measured(
+        "rms_norm", "1x9", [Side(label=name, requested={"rms_norm": name}) for name in ("rounds", "does_not")]
+    )
+    ((name, why),) = found.not_timed.items()
+    assert name.endswith("does_not") and why.startswith("wrong on x times 1000")
+    (of_output,) = found.hard["rounds"].values()
+    assert of_output["x times 1000"] == pytest.approx(5e-6, rel=0.1) and of_output["x times 0.0001"] < 1e-6
+    assert found.share <= 1.0
+
+
 def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count(operations):
     inner = OPERATIONS["gated_delta_rule"].backends["torch_chunk"]
     register_backend(
@@ -370,6 +388,7 @@ def test_a_stopped_suite_goes_on_and_writes_one_result(clone, monkeypatch):
     assert {row["case"] for row in content["rows"]} == {f"rms_norm, miniature, 1x{n}, float32" for n in (2, 3)}
     assert set(content["hardware"]["seeds"]) == {row["case"] for row in content["rows"]}
     assert content["hardware"]["limits"]["float32"]["bandwidth"] > 0
+    assert "x times 1000" in str(content["hardware"]["errors on hard inputs"]["rms_norm, miniature, 1x2, float32"])
     assert content["correctness"]["metric"] == suite.METRIC and content["correctness"]["limit"] == 1.0
     assert [path.name for path in (clone / "results").iterdir()] == ["name.cpu.json"]
 

@@ -23,8 +23,9 @@ from workbench.errors import BackendFailure, InputError, one_line
 
 GRAPH, EAGER = "graph", "eager"
 
-#: Inputs in turn, and outputs that are kept so that none is written where the last one was: so many times the cache.
-CACHES = 4
+#: Inputs in turn, and outputs that are kept so that none is written where the last one was: so many times the cache. A
+#: cache that does not drop the oldest first still holds a part of each round, at most one in so many.
+CACHES = 16
 #: A replayed graph, and what lies between two events, takes about as long; in less its own launch would show.
 GRAPH_US, SAMPLE_US = 500.0, 1000.0
 MOST_CALLS = 512
@@ -108,7 +109,7 @@ def _by_processor(calls: Sequence[Run]) -> Clock:
 
 
 def _by_events(calls: Sequence[Run], device: str, why: str) -> Clock:
-    turn, flushed = _turns(calls), torch.empty(CACHES * cache_bytes(device), dtype=torch.uint8, device=device)
+    turn, flushed = _turns(calls), torch.empty(4 * cache_bytes(device), dtype=torch.uint8, device=device)
     clock = Clock(f"{why}CUDA events around one call, cache flushed", lambda: 0.0, owned=[flushed])
 
     def sample() -> float:

@@ -1,7 +1,9 @@
 """One case, all its sides: held to the arbiter, then timed side by side.
 
-A side is a choice of backends. Only what is within the contract's limit of the float64 arbiter on inputs drawn for this
-run, and on inputs that are hard, is timed; the others are told with the reason. Sides are timed in turn (A B, B A), and
+A side is a choice of backends. Only what is within the contract's limit of the float64 arbiter, on inputs drawn for
+this run and on inputs that are hard, is timed; the others are told with the reason. Hard inputs make a rounding of
+operands large: a backend that rounds inside (`Backend.rounds_inside`) is held to `HARD_UNITS` times its limit on them,
+and its error on each is in the result. Sides are timed in turn (A B, B A), and
 a side whose samples spread by more than `MOST_SPREAD` is timed again with all the others; if it stays so, its row is
 kept and marked as rejected.
 """
@@ -33,6 +35,9 @@ from workbench.numerics import NumericsPolicy
 
 #: Standard deviation over mean above which samples are no measurement, and how often they are taken until that is said.
 MOST_SPREAD, ATTEMPTS = 0.05, 3
+#: On hard inputs what rounds operands to the dtype of the call may be off by so many times its limit: the inverse of a
+#: system of repeated keys has entries that cancel, and in bf16 a product with it keeps little more than a digit.
+HARD_UNITS = 32
 #: Backends that copy the weights of every pair of a token and an expert, and bytes from which on nobody would.
 COPYING, MOST_COPIED = ("torch_gathered", "torch_pairs"), 1 << 30
 #: Name of the row that is no side but the least time of the measured limits.
@@ -68,6 +73,7 @@ class Measured:
     not_timed  why of each side that has no time
     not_held   hard inputs that a side refuses, or that its policy is known not to be right on, with what came of them
     share      the largest error of a side that is right, over its limit
+    hard       the error on each hard input, by side, output and input
     cost       bytes that a call must move at least, and its flops
     """
 
@@ -75,6 +81,7 @@ class Measured:
     not_timed: dict[str, str] = field(default_factory=dict)
     not_held: dict[str, str] = field(default_factory=dict)
     share: float = 0.0
+    hard: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
 
 
@@ -179,6 +186,9 @@ def _held(
             return "refused: its kernels raise no flags in this call"
         backend = _backend(case, kernels)
         for output, error, limit in _errors(case, backend, found, expected[name]):
+            if name and math.isfinite(error):
+                result.hard.setdefault(side.label, {}).setdefault(output, {})[name] = float(f"{error:.3g}")
+            limit *= HARD_UNITS if name and backend.rounds_inside else 1
             share = error / limit if limit else (0.0 if error == 0.0 else math.inf)
             if share > 1.0 and name and backend.policy and case.contract.unpromised(name, backend.policy):
                 result.not_held[f"{case.name}: {side.label}: {name}, {output}"] = (

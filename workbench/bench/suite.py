@@ -55,8 +55,8 @@ class Settings:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all cases. `limits` by dtype; `seeds` and `costs` (bytes, flops) by case; `left`: those for which
-    there was no time."""
+    """What came of all cases. `limits` by dtype; `seeds`, `costs` (bytes, flops) and errors on `hard` inputs by case;
+    `left`: those for which there was no time."""
 
     rows: list[Row] = field(default_factory=list)
     not_timed: dict[str, str] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class Outcome:
     limits: dict[str, Limits] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    hard: dict[str, dict] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     path: Path | None = None
 
@@ -73,7 +74,7 @@ class Outcome:
         return {
             "limits": {name: dataclasses.asdict(found) for name, found in self.limits.items()},
             "seeds": self.seeds, "costs": self.costs, "not_timed": self.not_timed, "not_held": self.not_held,
-            "cases left": self.left,
+            "cases left": self.left, "errors on hard inputs": self.hard,
         }  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def _kept(found: Measured, limits: Limits, seed: int) -> dict[str, object]:
     return {
         "rows": [row.to_json() for row in found.rows], "not_timed": found.not_timed, "not_held": found.not_held,
         "share": found.share, "limits": dataclasses.asdict(limits), "seed": seed, "cost": found.cost,
+        "hard": found.hard,
     }  # fmt: skip
 
 
@@ -147,6 +149,7 @@ def _take(outcome: Outcome, case: Case, done: Mapping) -> None:
     outcome.share = max(outcome.share, done["share"])
     outcome.limits.setdefault(dtype_name(case.dtype), Limits(**done["limits"]))
     outcome.seeds[case.name], outcome.costs[case.name] = done["seed"], dict(done["cost"])
+    outcome.hard[case.name] = done["hard"]
 
 
 def _write(
