@@ -46,6 +46,8 @@ FUSED = ("triton_packed", "torch_composed")
 MOE = ("automatic", "triton_grouped+triton_count+triton_topk", "torch_grouped")
 MOE_FEW = ("automatic", "triton_few+triton_topk", "torch_gathered", "torch_grouped")
 
+#: Sides with nothing to compile, by how they begin.
+NOT_COMPILED = ("torch_", "transformers", "automatic")
 #: Where flags are timed too: from so many tokens of a prompt, or sequences of a step, on.
 FLAG_TOKENS, FLAG_ROWS = 512, 8
 
@@ -125,7 +127,7 @@ def compile_sides(planned: list[Entry], workers: int, seconds: float) -> None:
     """
     jobs: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in planned:
-        for side in entry.sides:
+        for side in (side for side in entry.sides if not side.label.startswith(NOT_COMPILED)):
             jobs.setdefault((entry.case.op, entry.case.shape.name, side.label), []).append(Entry(entry.case, [side]))
     started = time.monotonic()
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
