@@ -44,7 +44,7 @@ def test_alignment_keeps_the_contract(triton_device):  # noqa: F811
 @pytest.mark.parametrize("block", [1, 16])
 def test_alignment_adds_up_the_parts(triton_device, monkeypatch, block):  # noqa: F811
     """Parts of 16 pairs, counts of four parts at a time, and one with pairs missing at the end."""
-    monkeypatch.setattr(triton_count, "PART", 16)
+    monkeypatch.setattr(triton_count, "PARTS", ((0, 16),))
     monkeypatch.setattr(triton_count, "READ", 64)
     experts = choices(75, 12, 3).to(triton_device)
     found, expected = align(experts, 12, block), torch_sort.run(experts, num_experts=12, block=block)
@@ -52,7 +52,7 @@ def test_alignment_adds_up_the_parts(triton_device, monkeypatch, block):  # noqa
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
 
 
-@pytest.mark.parametrize("rows_per_expert", [10, 40, 200, 1000])
+@pytest.mark.parametrize("rows_per_expert", [10, 20, 40, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_size_of_tile(triton_device, monkeypatch, rows_per_expert, dtype):  # noqa: F811
     """Of experts with no row, with one, with a tile and more; columns and depth that fill no tile."""

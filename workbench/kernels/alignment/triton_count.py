@@ -16,10 +16,10 @@ from workbench.kernels.requirements import Requires
 
 REQUIRES = Requires(devices=("cuda", "cpu"), capability=(8, 0), symbols=("triton:jit",))
 
-#: Pairs of one program.
-PART = 1024
+#: Pairs of one program by the number of all pairs, at least: a program sorts its part, and reads the counts of all.
+PARTS = ((1 << 16, 1024), (1 << 13, 512), (0, 256))
 #: Values of counts that a program reads at a time.
-READ = 4096
+READ = 8192
 
 
 def supports(call: Call) -> str | None:
@@ -40,7 +40,7 @@ def run(experts: Tensor, *, num_experts: int, block: int) -> Alignment:
         return Alignment(offsets[:0], torch.empty_like(experts), offsets, block)
     rows = torch.empty(count, dtype=torch.int64, device=device)
     position, offsets = torch.empty_like(experts), rows.new_empty(num_experts + 1)
-    part = min(PART, max(16, next_power_of_2(pairs)))
+    part = next(size for least, size in PARTS if pairs >= least)
     parts, padded = cdiv(pairs, part), max(16, next_power_of_2(num_experts))
     counts = torch.empty(parts, num_experts, dtype=torch.int32, device=device)
     fill = next_power_of_2(cdiv(count, parts)) if block > 1 else 0

@@ -98,16 +98,14 @@ def _launch(
         plan.offsets, tiles, used, E=count, ROWS=settings.rows, PADDED_E=next_power_of_2(count)
     )
 
-    def grid(product: kernels.Product, columns: int) -> tuple[dict[str, int | bool], tuple[int]]:
-        """The settings of a launch, and its number of programs."""
-        programs = most * cdiv(columns, product.columns)
-        if product.per_multiprocessor:
-            programs = min(programs, product.per_multiprocessor * kernels.multiprocessors(x.device))
-        return {
-            "ROWS": settings.rows, "COLUMNS": product.columns, "DEPTH": product.depth, "SWAPPED": product.is_swapped,
-            "BY_DESCRIPTOR": by_descriptor, "PROGRAMS": programs, "num_warps": product.warps,
-            "num_stages": product.stages, "FLATTEN": product.per_multiprocessor > 0,
-        }, (programs,)  # fmt: skip
+    def launch(product: kernels.Product, columns: int) -> tuple[tuple[int], dict[str, int | bool]]:
+        """The number of programs and the constants of a product."""
+        at_a_time = kernels.multiprocessors(x.device) if product.is_persistent else kernels.ONE_EACH
+        return (min(most * cdiv(columns, product.columns), at_a_time),), {
+            "ROWS": settings.rows, "COLUMNS": product.columns, "DEPTH": product.depth, "BY_DESCRIPTOR": by_descriptor,
+            "PROGRAMS": at_a_time, "FLATTEN": product.is_persistent, "num_warps": product.warps,
+            "num_stages": product.stages,
+        }  # fmt: skip
 
     first, second = settings.gate_up, settings.down
     of_gate_up, of_down, of_hidden = gate_up, down, hidden
@@ -117,11 +115,11 @@ def _launch(
         )
         of_down = TensorDescriptor.from_tensor(down.view(count * features, width), [second.columns, second.depth])
         of_hidden = TensorDescriptor.from_tensor(hidden, [settings.rows, second.depth])
-    constants, programs = grid(first, width)
+    programs, constants = launch(first, width)
     kernels.gate_up_kernel[programs](
-        x, plan.rows, tiles, used, of_gate_up, hidden, D=features, WIDTH=width, A=top_k, **constants
+        x, plan.rows, tiles, used, of_gate_up, hidden, D=features, WIDTH=width, A=top_k, TAIL=first.tail, **constants
     )
-    constants, programs = grid(second, features)
+    programs, constants = launch(second, features)
     kernels.down_kernel[programs](
         of_hidden, plan.rows, tiles, used, of_down, row_major(weights), of_pairs, D=features, WIDTH=width, **constants
     )
