@@ -63,7 +63,7 @@ _POINTERS = (
 )  # fmt: skip
 _NUMBERS = (
     "sequences", "tokens", "chunks", "key_heads", "value_heads", "key_dim", "value_dim", "exponent_form",
-    "cumsum_kind", "keys_are_aligned", "values_are_aligned",
+    "cumsum_kind", "keys_are_aligned", "values_are_aligned", "limits_state",
 )  # fmt: skip
 #: Clamps by their field of ChunkArguments.
 _CLAMPS = {
@@ -207,6 +207,7 @@ def run_in_blocks(
         key_dim=key_dim, value_dim=value_dim, exponent_form=EXPONENT_FORMS.index(policy.exponent),
         cumsum_kind=CUMSUM_KINDS.index(policy.cumsum), keys_are_aligned=is_aligned(key_dim, "q", "k"),
         values_are_aligned=is_aligned(value_dim, "v", "out"),
+        limits_state=policy.clamp("state", phase) is not None,
         **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
     )  # fmt: skip
     stages = stages_of(dtype, key_dim, warps, policy, tokens, device)

@@ -43,6 +43,7 @@ struct ChunkArguments {
     int key_heads, value_heads, key_dim, value_dim;
     int exponent_form, cumsum_kind;
     int keys_are_aligned, values_are_aligned;  // rows of q and k, of v, out and u: whole pieces of 16 bytes
+    int limits_state;                          // whether state_limits bind anything
     Limits cumsum, k_decay, inter_attention, state_update, solve_rows, state_limits;
 };
 
@@ -60,18 +61,21 @@ DEVICE void find_chunk(const ChunkArguments& a, int n, long long& row, int& rows
 }
 
 // ROWS x COLUMNS of a matrix in global memory to shared memory, zero beyond `rows` and `columns`.
-template <int ROWS, int COLUMNS, int STRIDE, typename T>
-DEVICE void fetch_tile(T* tile, const T* matrix, long long stride, int rows, int columns, bool is_aligned, int thread,
-                       int threads) {
+template <int ROWS, int COLUMNS, int STRIDE, int THREADS, typename T>
+DEVICE void fetch_tile(T* tile, const T* matrix, long long stride, int rows, int columns, bool is_aligned, int thread) {
+    constexpr int PIECE = 16 / (int)sizeof(T), PIECES = COLUMNS / PIECE, AT_ONCE = THREADS / PIECES;
+    static_assert(THREADS % PIECES == 0, "a thread copies one column of pieces");
     if (is_aligned) {
-        constexpr int PIECE = 16 / (int)sizeof(T), PIECES = COLUMNS / PIECE;
-        for (int i = thread; i < ROWS * PIECES; i += threads) {
-            int row = i / PIECES, column = i % PIECES * PIECE;
-            bool is_there = row < rows && column < columns;
-            copy_16_bytes(tile + row * STRIDE + column, is_there ? matrix + row * stride + column : matrix, is_there);
-        }
+        int row = thread / PIECES, column = thread % PIECES * PIECE;
+        if (column >= columns) rows = 0;
+        const T* from = matrix + row * stride + column;
+        T* to = tile + row * STRIDE + column;
+#pragma unroll 4
+        for (; row < ROWS; row += AT_ONCE, from += AT_ONCE * stride, to += AT_ONCE * STRIDE)
+            copy_16_bytes(to, row < rows ? from : matrix, row < rows);
     } else {
-        for (int i = thread; i < ROWS * COLUMNS; i += threads) {
+#pragma unroll 1
+        for (int i = thread; i < ROWS * COLUMNS; i += THREADS) {
             int row = i / COLUMNS, column = i % COLUMNS;
             bool is_there = row < rows && column < columns;
             tile[row * STRIDE + column] = is_there ? matrix[row * stride + column] : rounded<T>(0.0f);
@@ -163,10 +167,12 @@ template <int ROWS, int LOWER, typename Right>
 DEVICE void solve_column(float* solved, int columns, int column, const float* lower, int from, Limits limits,
                          Right right) {
     constexpr int BLOCK = 16;
+#pragma unroll 1
     for (int start = 0; start < ROWS; start += BLOCK) {
         float x[BLOCK];
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = right(start + i);
+#pragma unroll 2
         for (int j = from; j < start; j++) {
             float known = solved[j * columns + column];
             const float4* below = (const float4*)(lower + j * LOWER + start);
@@ -214,10 +220,10 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
     find_chunk<ROWS>(a, n, row, rows);
     long long stride = (long long)a.key_heads * a.key_dim, place = row * stride + (long long)key_head * a.key_dim;
     const T* k = (const T*)a.k + place;
-    fetch_tile<ROWS, KEYS, Layout::STRIDE>(k_tile, k, stride, rows, a.key_dim, a.keys_are_aligned, thread,
-                                           Layout::THREADS);
-    fetch_tile<ROWS, KEYS, Layout::STRIDE>(q_tile, (const T*)a.q + place, stride, rows, a.key_dim, a.keys_are_aligned,
-                                           thread, Layout::THREADS);
+    fetch_tile<ROWS, KEYS, Layout::STRIDE, Layout::THREADS>(k_tile, k, stride, rows, a.key_dim, a.keys_are_aligned,
+                                                            thread);
+    fetch_tile<ROWS, KEYS, Layout::STRIDE, Layout::THREADS>(q_tile, (const T*)a.q + place, stride, rows, a.key_dim,
+                                                            a.keys_are_aligned, thread);
     end_of_copies();
     copies_have_landed<0>();
     wait_for_block();
@@ -266,26 +272,30 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
             factors[ROWS + thread] = beta * exponents.since_start(thread, a.k_decay);
             factors[2 * ROWS + thread] = exponents.since_start(thread, a.inter_attention);
             factors[3 * ROWS + thread] = exponents.until_end(thread, a.state_update);
+            if (limits_rows) factors[thread] = factors[ROWS + thread] = 1.0f;  // they are in u and w
             if (thread < 4) factors[4 * ROWS + thread] = exponents.since_start(ROWS - 1, a.state_update);
         }
+        // D in the place of L, element after element; then each lane makes L and P of those of its products.
+#pragma unroll 1
+        for (int at = thread; at < ROWS * ROWS; at += Layout::THREADS) {
+            int i = at % ROWS, j = at / ROWS;
+            if (is_full || j <= i) lower[j * Layout::LOWER + i] = exponents.pair(i, j);
+        }
+        wait_for_block();
         T* intra = (T*)a.intra + matrix * ROWS * ROWS;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
             for (int half = 0; half < 2; half++) {
                 int i = warp * 16 + half * 8 + lane / 4, j = tile * 8 + lane % 4 * 2;
-                float decay[2] = {0.0f, 0.0f};
-                if (tile < tiles) {
-                    decay[0] = exponents.pair(i, j);
-                    decay[1] = exponents.pair(i, j + 1);
+                float beta = betas[i], p[2];
+#pragma unroll
+                for (int next = 0; next < 2; next++) {
+                    float* decay = lower + (j + next) * Layout::LOWER + i;
+                    p[next] = is_full || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
+                    *decay = j + next < i ? beta * kk[tile][2 * half + next] * *decay : 0.0f;
                 }
-                for (int next = 0; next < 2; next++)
-                    lower[(j + next) * Layout::LOWER + i] =
-                        j + next < i ? betas[i] * kk[tile][2 * half + next] * decay[next] : 0.0f;
-                bool is_zero = tile >= tiles;
-                *(Pair<T>*)(intra + i * ROWS + j) =
-                    is_zero ? paired<T>(0.0f, 0.0f)
-                            : paired<T>(!is_full && j > i ? 0.0f : qk[tile][2 * half] * decay[0],
-                                        !is_full && j + 1 > i ? 0.0f : qk[tile][2 * half + 1] * decay[1]);
+                *(Pair<T>*)(intra + i * ROWS + j) = paired<T>(p[0], p[1]);
             }
         }
         wait_for_block();
@@ -346,28 +356,57 @@ DEVICE float scale_for(Bits32 magnitude) {
     return float_of((Bits32)(2 * 127 + 12 - (exponent < 87 ? 87 : exponent)) << 23);
 }
 
-// Of a left operand in Float16 the scales of the two rows that a lane has a part of: a state beyond 65504, or one that
-// has decayed to subnormal numbers, keeps its digits. Exact, and 1 for types with the range of float.
+// Factors of the two rows of a left operand that a lane has a part of, and their inverses. In Float16 they are powers of
+// two: a state beyond 65504, or one that has decayed to subnormal numbers, keeps its digits. 1 for the other types, whose
+// range is that of float.
+struct Scales {
+    float up[2], down[2];
+};
 template <typename T, int TILES>
-DEVICE void scales_of(const float (&tiles)[TILES][4], float& first, float& second) {
-    first = second = 1.0f;
+DEVICE Scales scales_of(const float (&tiles)[TILES][4]) {
+    Scales scales = {{1.0f, 1.0f}, {1.0f, 1.0f}};
     if constexpr (is_float16<T>()) {
         Bits32 most[2] = {0u, 0u};
 #pragma unroll
         for (int n = 0; n < TILES; n++)
+#pragma unroll
             for (int i = 0; i < 4; i++) {
                 Bits32 bits = bits_of(tiles[n][i]) & 0x7fffffffu;
                 most[i / 2] = bits > most[i / 2] ? bits : most[i / 2];
             }
-        for (int mask = 1; mask < 4; mask <<= 1)
-            for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            for (int mask = 1; mask < 4; mask <<= 1) {  // the four lanes of a row
                 Bits32 other = from_lane_xor(most[i], mask);
                 most[i] = other > most[i] ? other : most[i];
             }
-        first = scale_for(most[0]);
-        second = scale_for(most[1]);
+            scales.up[i] = scale_for(most[i]);
+            scales.down[i] = 1.0f / scales.up[i];
+        }
+    }
+    return scales;
+}
+template <typename T, int TILES>
+DEVICE void scale_up(float (&tiles)[TILES][4], const Scales& scales) {
+    if constexpr (is_float16<T>()) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++) tiles[n][i] *= scales.up[i / 2];
     }
 }
+template <typename T, int TILES>
+DEVICE void scale_down(float (&tiles)[TILES][4], const Scales& scales) {
+    if constexpr (is_float16<T>()) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++) tiles[n][i] *= scales.down[i / 2];
+    }
+}
+
+struct alignas(8) Two {
+    float x, y;
+};
+DEVICE Two two_of(const float* x) { return *(const Two*)x; }
 
 template <typename T, int KEYS, int ROWS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int stages) {
@@ -402,28 +441,26 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         long long row, matrix = (long long)n * a.value_heads + head;
         find_chunk<ROWS>(a, n, row, rows);
         long long place = row * key_stride + (long long)key_head * a.key_dim;
-        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles, (const T*)a.k + place, key_stride, rows, a.key_dim,
-                                                   a.keys_are_aligned, thread, THREADS);
-        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles + Layout::Q, (const T*)a.q + place, key_stride, rows,
-                                                   a.key_dim, a.keys_are_aligned, thread, THREADS);
+        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE, THREADS>(tiles, (const T*)a.k + place, key_stride, rows, a.key_dim,
+                                                            a.keys_are_aligned, thread);
+        fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE, THREADS>(tiles + Layout::Q, (const T*)a.q + place, key_stride, rows,
+                                                            a.key_dim, a.keys_are_aligned, thread);
         const T* v = limits_rows ? (const T*)a.u + matrix * ROWS * a.value_dim
                                  : (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
-        fetch_tile<ROWS, Layout::COLUMNS, Layout::VALUE_STRIDE>(
+        fetch_tile<ROWS, Layout::COLUMNS, Layout::VALUE_STRIDE, THREADS>(
             tiles + Layout::V, v + first_column, limits_rows ? a.value_dim : value_stride, rows, columns,
-            a.values_are_aligned, thread, THREADS);
-        fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE>(tiles + Layout::INTRA, (const T*)a.intra + matrix * ROWS * ROWS,
-                                                   ROWS, ROWS, ROWS, true, thread, THREADS);
+            a.values_are_aligned, thread);
+        fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE, THREADS>(
+            tiles + Layout::INTRA, (const T*)a.intra + matrix * ROWS * ROWS, ROWS, ROWS, ROWS, true, thread);
         if (limits_rows)
-            fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE>(tiles + Layout::INVERSE,
-                                                       (const T*)a.inverse + matrix * ROWS * a.key_dim, a.key_dim, ROWS,
-                                                       a.key_dim, a.keys_are_aligned, thread, THREADS);
+            fetch_tile<ROWS, KEYS, Layout::KEY_STRIDE, THREADS>(tiles + Layout::INVERSE,
+                                                                (const T*)a.inverse + matrix * ROWS * a.key_dim,
+                                                                a.key_dim, ROWS, a.key_dim, a.keys_are_aligned, thread);
         else
-            fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE>(tiles + Layout::INVERSE,
-                                                       (const T*)a.inverse + matrix * ROWS * ROWS, ROWS, ROWS, ROWS,
-                                                       true, thread, THREADS);
-        fetch_tile<1, 4 * ROWS + 4, 4 * ROWS + 4>(factors, a.factors + matrix * (4 * ROWS + 4), 0, 1, 4 * ROWS + 4,
-                                                  true, thread, THREADS);
-        end_of_copies();
+            fetch_tile<ROWS, ROWS, Layout::ROW_STRIDE, THREADS>(
+                tiles + Layout::INVERSE, (const T*)a.inverse + matrix * ROWS * ROWS, ROWS, ROWS, ROWS, true, thread);
+        const float* from = a.factors + matrix * (4 * ROWS + 4);
+        for (int i = 4 * thread; i < 4 * ROWS + 4; i += 4 * THREADS) copy_16_bytes(factors + i, from + i, true);
     };
 
     // S^T, rows 16 of the value columns, all keys. Value column and key of state[j][i]:
@@ -439,14 +476,15 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         }
 
     Flag out_flag = {0, 0};
-    if (steps > 0) fetch(0);
-    for (int step = 0; step < steps; step++) {
-        if (stages > 1 && step + 1 < steps) {
-            fetch(step + 1);
+    for (int step = 1 - stages; step < steps; step++) {
+        int next = step + stages - 1;  // the chunk itself, or with two stages the one after it
+        if (next < steps) fetch(next);
+        end_of_copies();
+        if (step < 0) continue;
+        if (stages > 1)
             copies_have_landed<1>();
-        } else {
+        else
             copies_have_landed<0>();
-        }
         wait_for_block();
         unsigned char* stage = memory + step % stages * bytes;
         T* k_tile = (T*)stage;
@@ -456,24 +494,27 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         const T* read_by = limits_rows ? inverse : k_tile;  // w, or k
 
         // (k S)^T and (q S)^T
-        float r[TILES][4] = {}, o[TILES][4] = {}, first, second;
-        scales_of<T>(state, first, second);
+        float r[TILES][4] = {}, o[TILES][4] = {};
+        Scales scales = scales_of<T>(state);
 #pragma unroll
         for (int j = 0; j < STATE_TILES; j += 2) {
-            Left<T> left = left_of<T>(state[j], state[j + 1], first, second);
+            Left<T> left = left_of<T>(state[j], state[j + 1], scales.up);
             multiply<false>(r, left, read_by + j * 8, Layout::KEY_STRIDE, lane);
             multiply<false>(o, left, q_tile + j * 8, Layout::KEY_STRIDE, lane);
         }
-        float back[2] = {1.0f / first, 1.0f / second}, v[TILES][4];
+        float v[TILES][4];
         load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
 #pragma unroll
-        for (int c = 0; c < TILES; c++)
+        for (int c = 0; c < TILES; c++) {
+            Two beta = two_of(factors + c * 8 + pair), read = two_of(factors + ROWS + c * 8 + pair);
+            Two readout = two_of(factors + 2 * ROWS + c * 8 + pair);
+#pragma unroll
             for (int i = 0; i < 4; i++) {
-                int row = c * 8 + pair + i % 2;
-                float read = r[c][i] * back[i / 2];
-                r[c][i] = limits_rows ? v[c][i] - read : factors[row] * v[c][i] - factors[ROWS + row] * read;
-                o[c][i] *= factors[2 * ROWS + row] * back[i / 2];
+                float down = scales.down[i / 2];
+                r[c][i] = (i % 2 ? beta.y : beta.x) * v[c][i] - (i % 2 ? read.y : read.x) * (r[c][i] * down);
+                o[c][i] *= (i % 2 ? readout.y : readout.x) * down;
             }
+        }
 
         // v'^T
         float corrections[TILES][4] = {};
@@ -482,75 +523,82 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
             for (int c = 0; c < TILES; c++)
                 for (int i = 0; i < 4; i++) corrections[c][i] = r[c][i];
         } else {
-            scales_of<T>(r, first, second);
+            scales = scales_of<T>(r);
 #pragma unroll
             for (int c = 0; c < TILES; c += 2)
-                multiply<false>(corrections, left_of<T>(r[c], r[c + 1], first, second), inverse + c * 8,
-                                Layout::ROW_STRIDE, lane, c);
-#pragma unroll
-            for (int c = 0; c < TILES; c++)
-                for (int i = 0; i < 4; i++) corrections[c][i] *= 1.0f / (i / 2 ? second : first);
+                multiply<false>(corrections, left_of<T>(r[c], r[c + 1], scales.up), inverse + c * 8, Layout::ROW_STRIDE,
+                                lane, c);
+            scale_down<T>(corrections, scales);
         }
 
-        // o^T: the readout of the state is in the scale of the corrections until the sum is done
-        scales_of<T>(corrections, first, second);
-        back[0] = 1.0f / first, back[1] = 1.0f / second;
-#pragma unroll
-        for (int c = 0; c < TILES; c++)
-            for (int i = 0; i < 4; i++) r[c][i] = 0.0f;
+        // o^T
+        scales = scales_of<T>(corrections);
+        scale_up<T>(o, scales);
 #pragma unroll
         for (int c = 0; c < TILES; c += 2)
-            multiply<false>(r, left_of<T>(corrections[c], corrections[c + 1], first, second), intra + c * 8,
+            multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
                             Layout::ROW_STRIDE, lane);
+        scale_down<T>(o, scales);
         // The warp's own columns of v have been read by all its lanes: the output is put in order in their place.
+        wait_for_warp();
+#pragma unroll
+        for (int c = 0; c < TILES; c++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                v_tile[(c * 8 + pair + i % 2) * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8] = rounded<T>(o[c][i]);
         wait_for_warp();
         int n = first_chunk + step, rows;
         long long row;
         find_chunk<ROWS>(a, n, row, rows);
-#pragma unroll
-        for (int c = 0; c < TILES; c++)
-            for (int i = 0; i < 4; i++) {
-                int here = c * 8 + pair + i % 2;
-                T x = rounded<T>(o[c][i] + r[c][i] * back[i / 2]);
-                if (a.out_flag && here < rows && column + i / 2 * 8 < a.value_dim) seen(out_flag, value(x));
-                v_tile[here * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8] = x;
-            }
-        wait_for_warp();
         T* out = (T*)a.out + (row * a.value_heads + head) * a.value_dim + first_column + warp * 16;
+        int own_columns = columns - warp * 16;  // of the 16 those that exist
         if (a.values_are_aligned) {
-            constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE;
-            for (int i = lane; i < rows * PIECES; i += 32) {
-                int here = i / PIECES, at = i % PIECES * PIECE;
-                if (first_column + warp * 16 + at < a.value_dim)
-                    *(float4*)(out + here * value_stride + at) =
-                        *(const float4*)(v_tile + here * Layout::VALUE_STRIDE + at);
-            }
+            constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE, AT_ONCE = 32 / PIECES;
+            int at = lane % PIECES * PIECE, here = lane / PIECES;
+            if (at >= own_columns) rows = 0;
+            T *from = v_tile + here * Layout::VALUE_STRIDE + at, *to = out + here * value_stride + at;
+#pragma unroll 4
+            for (; here < ROWS; here += AT_ONCE, from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride)
+                if (here < rows) {
+                    *(float4*)to = *(const float4*)from;
+                    if (a.out_flag)
+                        for (int i = 0; i < PIECE; i++) seen(out_flag, value(from[i]));
+                }
         } else {
+#pragma unroll 1
             for (int i = lane; i < rows * 16; i += 32)
-                if (first_column + warp * 16 + i % 16 < a.value_dim)
-                    out[i / 16 * value_stride + i % 16] = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
+                if (i % 16 < own_columns) {
+                    T x = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
+                    out[i / 16 * value_stride + i % 16] = x;
+                    if (a.out_flag) seen(out_flag, value(x));
+                }
         }
 
         // S^T
         float whole = factors[4 * ROWS];
 #pragma unroll
-        for (int c = 0; c < TILES; c++)
-            for (int i = 0; i < 4; i++) corrections[c][i] *= factors[3 * ROWS + c * 8 + pair + i % 2];
-        scales_of<T>(corrections, first, second);
-        float to_scale[2] = {whole * first, whole * second};
+        for (int c = 0; c < TILES; c++) {
+            Two until_end = two_of(factors + 3 * ROWS + c * 8 + pair);
+#pragma unroll
+            for (int i = 0; i < 4; i++) corrections[c][i] *= i % 2 ? until_end.y : until_end.x;
+        }
+        scales = scales_of<T>(corrections);
 #pragma unroll
         for (int j = 0; j < STATE_TILES; j++)
-            for (int i = 0; i < 4; i++) state[j][i] *= to_scale[i / 2];
+#pragma unroll
+            for (int i = 0; i < 4; i++) state[j][i] *= whole * scales.up[i / 2];
 #pragma unroll
         for (int c = 0; c < TILES; c += 2)
-            multiply<true>(state, left_of<T>(corrections[c], corrections[c + 1], first, second),
+            multiply<true>(state, left_of<T>(corrections[c], corrections[c + 1], scales.up),
                            k_tile + c * 8 * Layout::KEY_STRIDE, Layout::KEY_STRIDE, lane);
-        back[0] = 1.0f / first, back[1] = 1.0f / second;
+        scale_down<T>(state, scales);
+        if (a.limits_state) {
 #pragma unroll
-        for (int j = 0; j < STATE_TILES; j++)
-            for (int i = 0; i < 4; i++) state[j][i] = limited(state[j][i] * back[i / 2], a.state_limits);
+            for (int j = 0; j < STATE_TILES; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) state[j][i] = limited(state[j][i], a.state_limits);
+        }
         wait_for_block();
-        if (stages == 1 && step + 1 < steps) fetch(step + 1);
     }
 
     Flag state_flag = {0, 0};

@@ -223,11 +223,13 @@ struct Left {
     Pair<T> x[4];  // (row l / 4, columns 2 (l % 4)), the row 8 below, and both 8 columns on
 };
 
-// Scales are per row: `first` for l / 4, `second` for the row 8 below.
+// Two neighbouring tiles, the row l / 4 times scales[0] and the one 8 below times scales[1].
 template <typename T>
-DEVICE Left<T> left_of(const float (&tile)[4], const float (&next)[4], float first, float second) {
-    return Left<T>{{paired<T>(tile[0] * first, tile[1] * first), paired<T>(tile[2] * second, tile[3] * second),
-                    paired<T>(next[0] * first, next[1] * first), paired<T>(next[2] * second, next[3] * second)}};
+DEVICE Left<T> left_of(const float (&tile)[4], const float (&next)[4], const float (&scales)[2]) {
+    return Left<T>{{paired<T>(tile[0] * scales[0], tile[1] * scales[0]),
+                    paired<T>(tile[2] * scales[1], tile[3] * scales[1]),
+                    paired<T>(next[0] * scales[0], next[1] * scales[0]),
+                    paired<T>(next[2] * scales[1], next[3] * scales[1])}};
 }
 
 // 16 rows and columns of a matrix in shared memory, `stride` elements a row.
@@ -273,14 +275,14 @@ template <typename T>
 DEVICE void multiply_tile(float (&tile)[4], const Left<T>& left, Bits32 upper, Bits32 lower) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (is_float16<T>())
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(tile[0]), "+f"(tile[1]), "+f"(tile[2]), "+f"(tile[3])
             : "r"(left.x[0].bits), "r"(left.x[1].bits), "r"(left.x[2].bits), "r"(left.x[3].bits), "r"(upper),
               "r"(lower));
     else
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(tile[0]), "+f"(tile[1]), "+f"(tile[2]), "+f"(tile[3])
@@ -288,7 +290,7 @@ DEVICE void multiply_tile(float (&tile)[4], const Left<T>& left, Bits32 upper, B
               "r"(lower));
 #elif __CUDA_ARCH__ >= 750
     for (int half = 0; half < 2; half++)  // 8 of the 16 columns of the left operand at a time
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
             : "+f"(tile[0]), "+f"(tile[1]), "+f"(tile[2]), "+f"(tile[3])
             : "r"(left.x[2 * half].bits), "r"(left.x[2 * half + 1].bits), "r"(half ? lower : upper));
@@ -307,6 +309,9 @@ DEVICE float second_of(Pair<T> pair, int lane) {
     return value(T{(Bits16)(from_lane(pair.bits, lane) >> 16)});
 }
 
+// Tiles whose right operands are read before the first of them is multiplied: the reads overlap.
+constexpr int TILES_AT_ONCE = 8;
+
 // tiles += left right for `TILES` tiles of 8 columns, of which those before `from` are left out. `right` is in shared
 // memory: element (k, n) at [n * stride + k], or at [k * stride + n] where it is IS_ROW_MAJOR.
 template <bool IS_ROW_MAJOR, int TILES, typename T>
@@ -317,15 +322,23 @@ DEVICE void multiply(float (&tiles)[TILES][4], const Left<T>& left, const T* rig
         const T* address = IS_ROW_MAJOR ? right + (matrix % 2 * 8 + row) * stride + matrix / 2 * 8
                                         : right + (matrix / 2 * 8 + row) * stride + matrix % 2 * 8;
 #pragma unroll
-        for (int n = 0; n < TILES; n += 2) {
-            if (n < from || n >= to) continue;
-            Bits32 x[4];
-            if constexpr (IS_ROW_MAJOR)
-                load_matrices_transposed(x, address + n * 8);
-            else
-                load_matrices(x, address + n * 8 * stride);
-            multiply_tile<T>(tiles[n], left, x[0], x[1]);
-            multiply_tile<T>(tiles[n + 1], left, x[2], x[3]);
+        for (int start = 0; start < TILES; start += TILES_AT_ONCE) {
+            Bits32 x[TILES_AT_ONCE / 2][4];
+#pragma unroll
+            for (int n = start; n < start + TILES_AT_ONCE && n < TILES; n += 2) {
+                if (n < from || n >= to) continue;
+                if constexpr (IS_ROW_MAJOR)
+                    load_matrices_transposed(x[(n - start) / 2], address + n * 8);
+                else
+                    load_matrices(x[(n - start) / 2], address + n * 8 * stride);
+            }
+#pragma unroll
+            for (int n = start; n < start + TILES_AT_ONCE && n < TILES; n += 2) {
+                if (n < from || n >= to) continue;
+                const Bits32(&right_of)[4] = x[(n - start) / 2];
+                multiply_tile<T>(tiles[n], left, right_of[0], right_of[1]);
+                multiply_tile<T>(tiles[n + 1], left, right_of[2], right_of[3]);
+            }
         }
     } else {
         for (int other = 0; other < 4; other++) {  // the four lanes that hold the left operand's rows of this one

@@ -2,8 +2,9 @@
 //
 //   S <- exp(g) S     u = beta (v - S^T k)     S <- S + k u^T     o = S^T q
 //
-// A block holds the state of 128 value columns of one sequence and value head in registers: 8 warps with KEYS / 8 keys
-// each, 4 columns a lane. Only the two sums over keys cross warps, through shared memory.
+// A block holds the state of 64 value columns of one sequence and value head in registers: a lane has 4 columns, half a
+// warp a key at a time, so 16 keys are read at once and each half warp has KEYS / 16 of them. Four blocks and more share a
+// multiprocessor: some read a state while others write theirs. Only the two sums over keys cross warps.
 #pragma once
 #include "device.cuh"
 
@@ -43,12 +44,13 @@ DEVICE float put_element(void* out, int kind, long long at, float x) {
     return value(((Bfloat16*)out)[at] = rounded<Bfloat16>(x));
 }
 
-constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 128;
+constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 64, KEYS_AT_ONCE = 2 * RECURRENT_WARPS;
 
-// Sum over the warps of each of the block's columns; every lane gets those of its four.
+// Sum over the half warps of each of the block's columns; every lane gets those of its four.
 DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
-    float4* fours = (float4*)exchange + lane;
-    fours[warp * (RECURRENT_COLUMNS / 4)] = float4{x[0], x[1], x[2], x[3]};
+    for (int c = 0; c < 4; c++) x[c] += float_of(from_lane_xor(bits_of(x[c]), 16));
+    float4* fours = (float4*)exchange + lane % 16;
+    if (lane < 16) fours[warp * (RECURRENT_COLUMNS / 4)] = float4{x[0], x[1], x[2], x[3]};
     wait_for_block();
     for (int c = 0; c < 4; c++) x[c] = 0.0f;
     for (int i = 0; i < RECURRENT_WARPS; i++) {
@@ -58,8 +60,8 @@ DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
 }
 
 template <int KEYS>
-__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 2 : 1) recurrent(RecurrentArguments a) {
-    constexpr int OWN = KEYS / RECURRENT_WARPS;  // keys of a warp
+__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 4 : 2) recurrent(RecurrentArguments a) {
+    constexpr int OWN = KEYS / KEYS_AT_ONCE;     // keys of a half warp
     SHARED_MEMORY(memory);
     float* keys = (float*)memory;                // [KEYS]
     float* queries = keys + KEYS;                // [KEYS]
@@ -70,14 +72,14 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 2 : 1) rec
     int part = (int)blockIdx.x % parts, head = (int)blockIdx.x / parts % a.value_heads;
     int sequence = (int)blockIdx.x / parts / a.value_heads;
     int key_head = head / (a.value_heads / a.key_heads);
-    int column = part * RECURRENT_COLUMNS + lane * 4;
+    int column = part * RECURRENT_COLUMNS + lane % 16 * 4, first_key = 2 * warp + lane / 16;
     bool is_whole = a.value_dim % 4 == 0;  // four columns in one access
     long long states = ((long long)sequence * a.value_heads + head) * a.key_dim;
 
     float state[OWN][4];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        int key = warp * OWN + i;
+        int key = first_key + i * KEYS_AT_ONCE;
         long long at = (states + key) * a.value_dim + column;
         for (int c = 0; c < 4; c++) state[i][c] = 0.0f;
         if (!a.initial_state || key >= a.key_dim) continue;
@@ -108,18 +110,18 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 2 : 1) rec
         for (int i = 0; i < OWN; i++)
             for (int c = 0; c < 4; c++) {
                 state[i][c] *= decay;
-                read[c] += keys[warp * OWN + i] * state[i][c];
+                read[c] += keys[first_key + i * KEYS_AT_ONCE] * state[i][c];
             }
         sum_over_warps(read, exchange, warp, lane);
 #pragma unroll
         for (int i = 0; i < OWN; i++)
             for (int c = 0; c < 4; c++) {
-                float written = state[i][c] + keys[warp * OWN + i] * (beta * (v[c] - read[c]));
+                float written = state[i][c] + keys[first_key + i * KEYS_AT_ONCE] * (beta * (v[c] - read[c]));
                 state[i][c] = limited(written, a.state_limits);
-                out[c] += queries[warp * OWN + i] * state[i][c];
+                out[c] += queries[first_key + i * KEYS_AT_ONCE] * state[i][c];
             }
         sum_over_warps(out, exchange + RECURRENT_WARPS * RECURRENT_COLUMNS, warp, lane);
-        if (warp == 0)
+        if (warp == 0 && lane < 16)
             for (int c = 0; c < 4; c++)
                 if (column + c < a.value_dim) {
                     float x = put_element(a.out, a.value_kind, values + c, out[c]);
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 2 : 1) rec
     Flag state_flag = {0, 0};
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        int key = warp * OWN + i;
+        int key = first_key + i * KEYS_AT_ONCE;
         if (key >= a.key_dim) continue;
         long long at = (states + key) * a.value_dim + column;
         if (is_whole && column < a.value_dim) {
