@@ -83,7 +83,7 @@ def recurrent_kernel(
         first, end = tl.load(bounds + sequence).to(tl.int64), tl.load(bounds + sequence + 1).to(tl.int64)
         batch = sequence * 0
     else:
-        first, end = sequence * 0, tokens.to(tl.int64)
+        first, end = sequence * 0, sequence * 0 + tokens
         batch = sequence
     q += batch * q_b + head // GROUP * q_h + rows
     k += batch * k_b + head // GROUP * k_h + rows
