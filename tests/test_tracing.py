@@ -14,7 +14,7 @@ from workbench.errors import InputError
 from workbench.kernels import Kernels
 from workbench.model import CausalLM
 from workbench.tracing import COLUMNS, describe, exponent_histogram
-from workbench.tracing.observer import tap_names
+from workbench.tracing.observer import Observer, Trace, tap_names
 
 INF, NAN = math.inf, math.nan
 
@@ -252,3 +252,44 @@ def test_a_tap_left_behind_inside_the_context_is_an_error(model):
     with pytest.raises(InputError, match="reverse order"), workbench.trace(model):
         model.tap = Scaling("logits", 1.0)
     assert model.tap is None
+
+
+class Kernel:
+    """An op that shows a stage by its ranges where the observer takes them."""
+
+    def __init__(self, stage: torch.Tensor):
+        self.stage = stage
+
+    def __call__(self, tap: taps.Tap) -> None:
+        if not taps.takes_ranges(tap):
+            tap(taps.GDN_KKT, self.stage)
+            return
+        finite = self.stage.isfinite()
+        axes = tuple(range(2, self.stage.dim()))
+        values = [torch.where(finite, self.stage, INF).amin(axes), torch.where(finite, self.stage, -INF).amax(axes)]
+        values += [bad.sum(axes) for bad in (self.stage.isnan(), self.stage == INF, self.stage == -INF)]
+        tap.see_ranges(taps.GDN_KKT, taps.Ranges(torch.stack(values, -1).float(), self.stage.shape, self.stage.dtype))
+
+
+@pytest.mark.parametrize("bad", [[], [NAN], [INF, -INF], [NAN] * 96])
+def test_ranges_of_a_stage_are_those_of_its_tensor(bad):
+    stage = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(5))
+    stage.view(-1)[: len(bad)] = torch.tensor(bad)
+    rows = []
+    for takes in (True, False):
+        seen = Trace(check="ranges")
+        observer = Observer(seen, None)
+        assert taps.takes_ranges(observer)
+        observer.takes_ranges = takes
+        Kernel(stage)(observer)
+        rows.append(seen.table.drop(columns="first_bad"))
+    pd.testing.assert_frame_equal(*rows)
+    assert rows[0]["absmax"].notna().item() == (len(bad) < 96)
+
+
+def test_whoever_wants_more_than_ranges_is_shown_tensors():
+    assert not taps.takes_ranges(None) and not taps.takes_ranges(Observer(Trace(), None))
+    assert not taps.takes_ranges(Observer(Trace(["*"], check="ranges"), None))
+    inner = Observer(Trace(check="ranges"), None)
+    assert taps.takes_ranges(Observer(Trace(check="ranges"), inner))
+    assert not taps.takes_ranges(Observer(Trace(check="ranges"), Observer(Trace(), None)))

@@ -13,9 +13,10 @@ D hidden, E experts, A experts per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 EMBED = "embed"
@@ -164,3 +165,24 @@ def takes_parts(tap: Tap | None) -> bool:
     `takes_parts` is True bounds that memory: its tap points are called once for each block.
     """
     return getattr(tap, "takes_parts", False)
+
+
+class Ranges(NamedTuple):
+    """What a kernel says of a stage that it does not write to memory, chunk by chunk and head by head.
+
+    values  fp32 [N, V, 5]: smallest and largest finite value (+inf and -inf where there is none), and how many values
+            are NaN, +inf, -inf
+    shape, dtype  of the stage, as the kernel has it
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def takes_ranges(tap: Tap | None) -> bool:
+    """Whether ranges of the stages inside an op are enough: ``tap.see_ranges(name, ranges)`` in place of the tensor.
+
+    A backend whose kernels hold the stages in registers then writes nothing else of them; the others show tensors.
+    """
+    return getattr(tap, "takes_ranges", False)

@@ -151,6 +151,7 @@ def _token_of_index(index: dict[str, int], row: pd.Series, table: pd.DataFrame) 
 SEEN = {
     "statistics": ("values", ""),
     "exact": ("values", ""),
+    "ranges": ("values", ""),
     "flags": ("values", ""),
     "sampled": (
         "sampled values", "; the first and last 64 values of each tensor were read, a fault elsewhere is not seen"
@@ -183,6 +184,8 @@ def diagnose(table: pd.DataFrame, policy: NumericsPolicy, check: str = "statisti
     what = f"{row['tap']} ({row['dtype']}, shape {tuple(row['shape'])})"
     if check == "flags":
         evidence = [f"{what}: at least one of its values is not finite; check exact says how many and which is first"]
+    elif row["first_bad"] is None:  # a stage of which a kernel told the ranges alone
+        evidence = [f"{what}: {100 * share:.3g} % of its {values} are not finite; check exact says which is the first"]
     else:
         evidence = [
             f"{what}: {100 * share:.3g} % of its {values} are not finite, the first at index {tuple(row['first_bad'])}"

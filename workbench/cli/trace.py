@@ -35,9 +35,10 @@ def add(commands) -> None:
         "--top", metavar="N", type=int, default=12, help="rows of the table to print (default 12)"
     )
     parser.add_argument(
-        "--check", choices=("statistics", "exact", "sampled", "flags", "float64"), default="statistics",
+        "--check", choices=("statistics", "exact", "sampled", "ranges", "flags", "float64"), default="statistics",
         help="what to measure of each tensor: everything (default); only which values are not finite; only that, and "
-        "only of its first and last 64 values, which misses most faults; only whether there is such a value, at the "
+        "only of its first and last 64 values, which misses most faults; which are not finite, the smallest and the "
+        "largest, for which kernels need not write their stages to memory; only whether there is such a value, at the "
         "least cost and without the stages inside an op; or how far it is from what float64 makes of "
         "the same inputs, which finds the op that made a fault, also one that stays finite, and takes several times as "
         "long",
@@ -264,12 +265,14 @@ def _text(verdict: Verdict, table: pd.DataFrame, options: argparse.Namespace) ->
     from workbench.analysis import nans
 
     lines = _verdict_lines(verdict)
-    has_range = options.check == "statistics"
+    has_range = options.check in ("statistics", "ranges")
     if options.check == "flags":
         return "\n".join([*lines, *_flagged(table, options.top)])
     if not (verdict.is_fault or has_range):
         return "\n".join(lines)  # nothing is bad, and no range says what comes nearest to it
     columns = {name: head for name, head in TRACE_COLUMNS.items() if has_range or name not in NOT_CHECKED}
+    if options.check == "ranges":
+        columns = {name: head for name, head in columns.items() if name not in ("rms", "frac_near_limit")}
     shown = nans.worst_rows(table, options.top)[list(columns)].rename(columns=columns)
     what = (
         "not finite, in the order of computation" if verdict.is_fault else "nearest to the limit of its dtype"

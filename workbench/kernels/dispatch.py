@@ -29,7 +29,7 @@ from workbench.numerics import PRESETS, NumericsPolicy
 
 if TYPE_CHECKING:
     from workbench.cards import Card
-    from workbench.taps import Tap
+    from workbench.taps import Ranges, Tap
 
 #: Inputs that carry state from call to call, by op: a backend that breaks off may leave them half updated.
 STATE_INPUTS = {
@@ -329,6 +329,13 @@ class _HeardTap:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         try:
             return self._tap(name, tensor)
+        except Exception as error:
+            self._raised.append(error)
+            raise
+
+    def see_ranges(self, name: str, ranges: Ranges) -> None:
+        try:
+            self._tap.see_ranges(name, ranges)
         except Exception as error:
             self._raised.append(error)
             raise

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.taps import Tap
+    from workbench.taps import Ranges, Tap
 
 
 def outside() -> AbstractContextManager:
@@ -30,6 +30,10 @@ class OutsideTap:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         with outside():
             return self._tap(name, tensor)
+
+    def see_ranges(self, name: str, ranges: Ranges) -> None:
+        with outside():
+            self._tap.see_ranges(name, ranges)
 
     def scope(self, prefix: str) -> OutsideTap | None:
         scoped = self._tap.scope(prefix)

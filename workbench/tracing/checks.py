@@ -5,7 +5,11 @@
     sampled   the first 64 and the last 64 values in row-major order; all of a tensor that has no more. A fault that
               touches neither end is missed: `analysis.nan_checks` measures how often
 
-Both give `Statistics` whose moments and range are NaN, not measured; those of the sample are shares of the sample.
+    ranges    the smallest and largest finite value, and what is not finite: all that a kernel can say of a stage inside
+              it without writing it to memory (`taps.Ranges`). Of such a stage `first_bad` is None
+
+The first two give `Statistics` whose moments and range are NaN, not measured; those of the sample are shares of the
+sample.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from workbench.taps import Ranges
 from workbench.tracing.statistics import Statistics, describe
 
 #: Values that the sampled check reads at each end.
@@ -78,7 +83,34 @@ def check_sampled(x: Tensor) -> Statistics:
     return dataclasses.replace(found, first_bad=found_at)
 
 
+@torch.no_grad()
+def check_ranges(x: Tensor) -> Statistics:
+    """Smallest and largest finite value, shares of NaN, +inf, -inf, and the first such index."""
+    found = _shares(x)
+    wide = x.float() if x.dtype.itemsize == 1 else x
+    if found.first_bad is not None:
+        wide = wide[wide.isfinite()]
+    if wide.numel() == 0:
+        return found
+    low, high = (limit.item() for limit in torch.aminmax(wide))
+    return dataclasses.replace(found, min=low, max=high, absmax=max(abs(low), abs(high)))
+
+
+def of_ranges(ranges: Ranges) -> Statistics:
+    """The same of a stage that a kernel has told the ranges of; waits for the device."""
+    nan, size = math.nan, max(1, math.prod(ranges.shape))
+    if not ranges.values.numel():
+        return Statistics(nan, nan, nan, nan, nan, 0.0, 0.0, 0.0, nan, nan, nan, None)
+    values = ranges.values.flatten(0, -2).double()
+    low, high, *counts = torch.cat([values[:, :1].amin(0), values[:, 1:2].amax(0), values[:, 2:].sum(0)]).tolist()
+    if low > high:  # not one finite value
+        low = high = nan
+    return Statistics(
+        low, high, max(abs(low), abs(high)), nan, nan, *(count / size for count in counts), nan, nan, nan, None
+    )
+
+
 #: What a trace measures of each tensor, by the name that `workbench.trace(model, check=NAME)` takes.
 CHECKS: dict[str, Callable[[Tensor], Statistics]] = {
-    "statistics": describe, "exact": check_exact, "sampled": check_sampled,
+    "statistics": describe, "exact": check_exact, "sampled": check_sampled, "ranges": check_ranges,
 }  # fmt: skip

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from workbench import taps
 from workbench.errors import InputError
-from workbench.taps import Tap
+from workbench.taps import Ranges, Tap
 from workbench.tracing.casts import Casts
-from workbench.tracing.checks import CHECKS
+from workbench.tracing.checks import CHECKS, of_ranges
 from workbench.tracing.flags import FLAG_STEPS, Flags, FlagTap
 from workbench.tracing.selection import Selection
 from workbench.tracing.statistics import Statistics, exponent_histogram
@@ -120,19 +121,34 @@ class Trace:
             tensor, _ = self._select.cut(name, tensor, self._pass_rows)
             if tensor is None:
                 return
-        statistics = CHECKS[self.check](tensor)
-        layer, _ = taps.split_name(name)
-        self._rows.append(
-            (
-                layer, name, self._step, 0, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
-                *(getattr(statistics, field.name) for field in dataclasses.fields(statistics)),
-                *((exponent_histogram(tensor),) if self.histogram else ()),
-            )
-        )  # fmt: skip
+        histogram = (exponent_histogram(tensor),) if self.histogram else ()
+        self._add(name, tensor.dtype, tensor.shape, CHECKS[self.check](tensor), *histogram)
         if any(fnmatchcase(name, pattern) for pattern in self.keep):
             copy = tensor.detach().clone()
             self.tensors[name] = copy
             self.history.setdefault(name, []).append((self._step, copy))
+
+
+    def record_ranges(self, name: str, ranges: Ranges) -> None:
+        """Add the row of a stage whose tensor nobody has."""
+        self._step = max(self._step, 0)
+        if self._select is not None and (name not in self._names or not self._select.has_step(self._step)):
+            return
+        self._add(name, ranges.dtype, ranges.shape, of_ranges(ranges))
+
+    def _add(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], statistics: Statistics, *histogram: object
+    ) -> None:
+        layer, _ = taps.split_name(name)
+        measured = (getattr(statistics, field.name) for field in dataclasses.fields(statistics))
+        kind = str(dtype).removeprefix("torch.")
+        self._rows.append((layer, name, self._step, 0, kind, tuple(shape), *measured, *histogram))
+
+    @property
+    def takes_ranges(self) -> bool:
+        """Whether ranges of the stages inside an op are all that is asked of them (`taps.takes_ranges`)."""
+        cuts = self._select is not None and self._select.tokens is not None
+        return self.check == "ranges" and not (self.keep or self.histogram or self._casts or cuts)
 
 
 class FlagTrace(Trace):
@@ -180,12 +196,18 @@ class Observer:
     def __init__(self, trace: Trace, outer: Tap | None, prefix: str = "", *, sees_inside: bool = True):
         self.trace, self.outer, self.prefix = trace, outer, prefix
         self.sees_inside = sees_inside or getattr(outer, "sees_inside", outer is not None)
+        self.takes_ranges = trace.takes_ranges and (outer is None or taps.takes_ranges(outer))
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if self.outer is not None:
             tensor = self.outer(name, tensor)
         self.trace.record(self.prefix + name, tensor)
         return tensor
+
+    def see_ranges(self, name: str, ranges: Ranges) -> None:
+        if self.outer is not None:
+            self.outer.see_ranges(name, ranges)
+        self.trace.record_ranges(self.prefix + name, ranges)
 
     def scope(self, prefix: str) -> Observer:
         outer = None if self.outer is None else self.outer.scope(prefix)
@@ -202,7 +224,8 @@ def trace(
     `keep`: names of tap points whose tensors are copied, with * and ? as wildcards (``"*.gdn.log_decay"``).
     `casts`: count what narrowing casts do, in `Trace.casts`; every operator of the passes then goes through Python.
     `check`: `statistics` measures everything, `exact` only what is not finite, `sampled` only that and only of the
-    first and last 64 values of each tensor; what is not measured is NaN in the table (see `tracing.checks`). `flags`
+    first and last 64 values of each tensor, `ranges` the smallest and largest value too, for which kernels need not
+    write their stages to memory; what is not measured is NaN in the table (see `tracing.checks`). `flags`
     writes one check per tap point into a buffer on the device that is read when asked for (see `tracing.flags`).
     `histogram`: a last column `exponents` (see `statistics.exponent_histogram`).
     `select`: which layers, tap points, passes and tokens have rows and copies; with `flags` layers and tap points.

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from workbench.kernels.flags_kernels import raise_words
+from workbench.kernels.flags_kernels import raise_words_above, words_so_far
+from workbench.kernels.silu_kernels import silu
 
 #: Columns that a program holds at a time; wider rows are read twice, in parts.
 COLUMNS_AT_ONCE = 8192
@@ -40,6 +41,8 @@ def norm_kernel(
 
     x and gate as `triton_rms.Rows`; weight [WIDTH]; y row major; flags int32 [1, 2] or None.
     """
+    if flags is not None:
+        so_far = words_so_far(flags, 0)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = r < count
     r = r.to(tl.int64)
@@ -69,8 +72,8 @@ def norm_kernel(
             result *= 1.0 + w
         else:
             g = tl.load(gate_rows + (first + c)[None, :], mask, other=0.0).to(tl.float32)
-            result = result.to(y.dtype.element_ty).to(tl.float32) * w * (g / (1.0 + tl.exp(-g)))
+            result = result.to(y.dtype.element_ty).to(tl.float32) * w * silu(g)
         result = result.to(y.dtype.element_ty)
         tl.store(y + r[:, None] * WIDTH + (first + c)[None, :], result, mask)
         if flags is not None:
-            raise_words(flags, 0, tl.where(mask, result, 0.0))
+            raise_words_above(flags, 0, tl.where(mask, result, 0.0), so_far)
