@@ -3,8 +3,9 @@
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
-from workbench import bench, plots
+from workbench import bench, plots, report
 from workbench.analysis import kernel_times
 from workbench.errors import InputError
 
@@ -109,6 +110,46 @@ def test_no_two_sides_look_alike():
     lines = [line for line in plots.kernel_times(times, reading).figure.axes[0].lines if line.get_marker() != "None"]
     looks = {(line.get_color(), line.get_marker()) for line in lines}
     assert len(looks) == len(names)
+
+
+VARIED = "gated_delta_rule, 35b-a3b, 1x4096, bfloat16"
+
+
+def variants() -> dict:
+    rows = []
+    for structure, kernels, ms in (("two-phase", 100.0, 2.0), ("interleaved", 1000.0, 6.0)):
+        side = f"{structure}, chunk 64, row_loop"
+        rows += [
+            bench.Row(VARIED, side, "kernels launched", kernels, 0.0, 1).to_json(),
+            bench.Row(VARIED, side, "host syncs", 0.0, 0.0, 1).to_json(), row(VARIED, side, ms),
+        ]  # fmt: skip
+    return result() | {"rows": [*rows, row(VARIED, "limit, compute", 0.03)]}
+
+
+def test_variants_are_a_table_of_launches_and_times():
+    eager = result() | {"rows": [row(VARIED, "two-phase, chunk 64, row_loop", 3.0)]}
+    table = kernel_times.variant_table(variants(), eager)
+    first, second = table.itertuples()
+    assert (first.case, first.structure, first.chunk, first.kernels, first.syncs) == ("1x4096", "two-phase", 64, 100, 0)
+    assert (first.ms, first.ms_eager) == (2.0, 3.0) and second.ms_eager != second.ms_eager
+    text = kernel_times.variant_reading(table, variants())
+    assert text.startswith("At 1x4096 tokens, chunk after chunk launches 10 times the kernels of two phases, ")
+    assert "the fastest is two-phase in chunks of 64 by row_loop, 2 ms, 100 kernels, 0 host syncs. Measured on" in text
+    with pytest.raises(InputError, match="gdn_variants: expected sides like"):
+        kernel_times.variant_table(result(), None)
+
+
+def test_a_page_shows_figures_and_tables_or_that_there_are_none():
+    shown = report.kernel_figures(result(), ("gated_delta_rule",))._repr_html_()
+    assert shown.count("<img ") == 2 and "Closest to its limit is triton_chunk" in shown
+    assert "benchmarks/gpu_kernels.py is installed here" in repr(report.kernel_figures(None, ()))
+    assert "two-phase" in report.variant_times(variants(), None)._repr_html_()
+    assert "benchmarks/gdn_variants.py is installed here" in repr(report.variant_times(None, None))
+
+
+def test_without_a_gpu_a_page_has_what_is_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.kernel_result(kernel_times.DELTA_RULE) == bench.recorded_result("gpu_kernels", "nvidia-h200")
 
 
 def test_what_is_recorded_here_can_be_shown():

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from workbench.analysis.wording import counted
+from workbench.analysis.wording import counted, ranged
 from workbench.errors import InputError
 
 #: The benchmark that writes them, which stands in the project's folder `benchmarks`, and the machine it is recorded on.
 RECORDED, ACCELERATOR = "gpu_kernels", "nvidia-h200"
+
+#: The ops of a gated delta rule layer, and of a layer of experts, that are shown together.
+DELTA_RULE = ("gated_delta_rule", "gdn_decode", "gdn_decode_in_place", "causal_conv", "gated_rms_norm")
+EXPERTS = ("moe_layer", "routing", "alignment")
 
 #: Backends that are no code of ours, nor torch's.
 PEERS = ("causal_conv1d", "fla", "flash_qla", "flashinfer", "transformers", "vllm")
@@ -146,3 +150,75 @@ def roofline(recorded: Mapping[str, object], ops: Sequence[str] = ()) -> tuple[p
     times = times.assign(intensity=times["flops"] / times["bytes"], rate=times["flops"] / (1e-3 * times["ms"]))
     rates = {name: rate for found in limits for name, rate in found["rates"].items()}
     return times.reset_index(drop=True), limits[0]["bandwidth"], rates
+
+
+def roofline_reading(times: pd.DataFrame) -> str:
+    """What bounds the cases, and who comes closest to it."""
+    best = times.loc[(times["limit_ms"] / times["ms"]).idxmax()]
+    cases = times.drop_duplicates(["op", "shape", "case"])
+    counts = cases["bound"].value_counts()
+    bounds = " and ".join(f"{counted(int(count), 'case')} by {bound}" for bound, count in counts.items())
+    return (
+        f"The machine bounds {bounds}. Closest to its limit is {best['backend']} in {best['op']} of {best['case']} "
+        f"tokens, at {100 * best['limit_ms'] / best['ms']:.0f} % of it."
+    )
+
+
+#: The benchmark of the gated delta rule's structures, chunks and solvers in PyTorch, and its result without graphs.
+VARIANTS = "gdn_variants"
+VARIANT_RESULTS = (VARIANTS, f"{VARIANTS}_eager")
+
+_VARIANT = re.compile(r"(?P<structure>[\w-]+), chunk (?P<chunk>\d+), (?P<solver>\w+)")
+
+#: Headings of `variant_table`.
+VARIANT_HEADINGS = {
+    "case": "sequences x tokens", "structure": "structure", "chunk": "chunk", "solver": "solver",
+    "kernels": "kernels launched", "syncs": "host syncs", "ms": "ms in a graph", "ms_eager": "ms launched singly",
+}  # fmt: skip
+
+
+def variant_table(recorded: Mapping[str, object], eager: Mapping[str, object] | None) -> pd.DataFrame:
+    """case, structure, chunk, solver, kernels, syncs, ms in a CUDA graph and ms_eager between events (NaN: none)."""
+    singly = {} if eager is None else {
+        (row["case"], row["backend"]): row["median"] for row in eager["rows"] if row["unit"] == "ms"
+    }  # fmt: skip
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in recorded["rows"]:
+        found.setdefault((row["case"], row["backend"]), {})[row["unit"]] = row["median"]
+    rows = []
+    for (case, side), by_unit in found.items():
+        of_case, of_side = _CASE.fullmatch(case), _VARIANT.fullmatch(side)
+        if of_case is None or of_side is None or "ms" not in by_unit:
+            continue
+        rows.append((
+            f"{of_case['sequences']}x{of_case['tokens']}", of_side["structure"], int(of_side["chunk"]),
+            of_side["solver"], int(by_unit["kernels launched"]), int(by_unit["host syncs"]), by_unit["ms"],
+            singly.get((case, side), float("nan")),
+        ))  # fmt: skip
+    if not rows:
+        raise InputError(
+            f"{VARIANTS}: expected sides like {_VARIANT.pattern!r} in ms, found none; repeat the benchmark"
+        )
+    return pd.DataFrame(rows, columns=list(VARIANT_HEADINGS))
+
+
+def variant_reading(table: pd.DataFrame, recorded: Mapping[str, object]) -> str:
+    """What two phases save of the launches, and of the time, at the longest input, and which variant is fastest."""
+    rows = table[table["case"] == table["case"].iloc[-1]]
+    wide = rows.pivot(index=["chunk", "solver"], columns="structure", values=["kernels", "ms"]).dropna()
+    parts = []
+    if {"two-phase", "interleaved"} <= set(rows["structure"]) and len(wide):
+        launches = wide["kernels"]["interleaved"] / wide["kernels"]["two-phase"]
+        times = wide["ms"]["interleaved"] / wide["ms"]["two-phase"]
+        parts.append(
+            f"At {rows['case'].iloc[0]} tokens, chunk after chunk launches "
+            f"{ranged(launches.min(), launches.max(), '.2g')} times the kernels of two phases, and takes "
+            f"{ranged(times.min(), times.max(), '.2g')} times as long in a graph"
+        )
+    best = rows.loc[rows["ms"].idxmin()]
+    parts.append(
+        f"the fastest is {best['structure']} in chunks of {best['chunk']} by {best['solver']}, {best['ms']:.3g} ms, "
+        f"{counted(best['kernels'], 'kernel')}, {counted(best['syncs'], 'host sync')}"
+    )
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}. {source(recorded)}"
