@@ -78,7 +78,7 @@ def host(built_host, monkeypatch):
     """Every launch of this test runs on the CPU."""
     built_host.order, built_host.has_tensor_cores = 1, True
 
-    def library(dtype, key_dim, rows, _device):
+    def library(dtype, key_dim, rows, _device, _row_padding):
         return built_host.library(cuda_chunk.ELEMENTS[dtype], cuda_chunk.padded_keys(key_dim), rows)
 
     monkeypatch.setattr(cuda_chunk, "library", library)

@@ -4,8 +4,7 @@ A first kernel computes for all chunks at once what needs no state; a second one
 sequence and head with the state in registers. Operands of products are rounded to the dtype of v, sums are fp32. Blocks
 have 128 value columns, so a head is one block; `cuda_chunk_split` is the same with blocks of 32.
 
-Policies: every exponent form, cumsum and clamp of `torch_chunk`, chunks of 16, 32 and 64, solved by substitution. Rows
-of shared memory are padded by 16 bytes (`csrc/device.cuh`: ROW_PADDING_BYTES).
+Policies: every exponent form, cumsum and clamp of `torch_chunk`, chunks of 16, 32 and 64, solved by substitution.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 WARPS, SPLIT_WARPS = 8, 2
 #: Rows of a chunk that kernels exist for, and key sizes: a smaller one is filled up with zeros.
 CHUNKS, KEY_SIZES = (16, 32, 64), (64, 128)
+
+#: An unused stretch at the end of each row of shared memory, in bytes: rows that are read together begin in different
+#: banks.
+ROW_PADDING = 16
 
 SOURCE = Path(__file__).parent / "csrc" / "chunk.cu"
 ELEMENTS = {torch.float32: "float", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
@@ -86,10 +89,12 @@ def chunk_rows(policy: NumericsPolicy, tokens: int) -> int:
     return CHUNKS[0] if tokens == 1 else policy.chunk
 
 
-def stage_bytes(dtype: torch.dtype, rows: int, key_dim: int, warps: int, limits_rows: bool) -> int:
+def stage_bytes(
+    dtype: torch.dtype, rows: int, key_dim: int, warps: int, limits_rows: bool, row_padding: int = ROW_PADDING
+) -> int:
     """Shared memory of one stage of the scan: what csrc/chunk.cuh calls Stage::bytes."""
     size = dtype.itemsize
-    padding = 16 // size
+    padding = row_padding // size
     keys = padded_keys(key_dim) + padding
     tiles = 2 * keys + (16 * warps + padding) + (rows + padding) + (keys if limits_rows else rows + padding)
     return rows * tiles * size + (4 * rows + 4) * 4
@@ -144,10 +149,13 @@ def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Te
     return chunk_table.to(device), sequence_table.to(device)
 
 
-def library(dtype: torch.dtype, key_dim: int, rows: int, device: torch.device) -> ctypes.CDLL:
+def library(
+    dtype: torch.dtype, key_dim: int, rows: int, device: torch.device, row_padding: int = ROW_PADDING
+) -> ctypes.CDLL:
     """The kernels for a dtype, key size and chunk on the device's architecture, built on first use."""
     macros = {
         "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(padded_keys(key_dim)), "BUILD_ROWS": str(rows),
+        "ROW_PADDING_BYTES": str(row_padding),
     }  # fmt: skip
     return cuda_build.built(SOURCE, macros, torch.cuda.get_device_capability(device))
 
@@ -165,8 +173,9 @@ def raise_for(code: int, found: ctypes.CDLL, what: str) -> None:
 def run_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, policy: NumericsPolicy, tap: Tap | None, flags: Tensor | None, warps: int,
+    row_padding: int = ROW_PADDING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`run` with blocks of `warps` warps in the scan."""
+    """`run` with blocks of `warps` warps in the scan, and another padding of shared memory (0 or 16) to measure it."""
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     device, dtype = v.device, v.dtype
@@ -211,7 +220,7 @@ def run_in_blocks(
         **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
     )  # fmt: skip
     stages = stages_of(dtype, key_dim, warps, policy, tokens, device)
-    found = library(dtype, key_dim, rows, device)
+    found = library(dtype, key_dim, rows, device, row_padding)
     with torch.cuda.device_of(v):
         code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
     raise_for(code, found, f"gated_delta_rule in chunks of {rows}")

@@ -21,6 +21,9 @@
 enum ExponentForm { DIFFERENCE_THEN_MASK, MASK_AFTER, MULTIPLY_MASK, FACTORED, FACTORED_MASK_AFTER, MIDPOINT };
 enum CumsumKind { CUMSUM_FLOAT64, CUMSUM_FLOAT32, CUMSUM_SEGSUM, CUMSUM_BFLOAT16, CUMSUM_FLOAT16 };
 
+// Whether the form leaves something above the diagonal of `intra`: infinity times 0, which has to show.
+DEVICE bool is_full(int exponent_form) { return exponent_form == MULTIPLY_MASK || exponent_form == FACTORED; }
+
 // Rows R are all tokens of a call, N chunks of ROWS rows each, V value heads, H key heads; T is the dtype of q, k, v.
 struct ChunkArguments {
     const void* q;               // [R, H, K] T
@@ -231,8 +234,8 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
     // Rows 16 warp to 16 warp + 15 of k k^T and q k^T, shared by the value heads of the key head.
     constexpr int TILES = ROWS / 8;
     float kk[TILES][4] = {}, qk[TILES][4] = {};
-    bool is_full = a.exponent_form != DIFFERENCE_THEN_MASK && a.exponent_form != MASK_AFTER;
-    int tiles = is_full ? TILES : 2 * warp + 2;
+    bool is_whole = is_full(a.exponent_form);
+    int tiles = is_whole ? TILES : 2 * warp + 2;
     for (int at = 0; at < KEYS; at += 16) {
         Left<T> of_k = load_left(k_tile + warp * 16 * Layout::STRIDE + at, Layout::STRIDE, lane);
         Left<T> of_q = load_left(q_tile + warp * 16 * Layout::STRIDE + at, Layout::STRIDE, lane);
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
 #pragma unroll 1
         for (int at = thread; at < ROWS * ROWS; at += Layout::THREADS) {
             int i = at % ROWS, j = at / ROWS;
-            if (is_full || j <= i) lower[j * Layout::LOWER + i] = exponents.pair(i, j);
+            if (is_whole || j <= i) lower[j * Layout::LOWER + i] = exponents.pair(i, j);
         }
         wait_for_block();
         T* intra = (T*)a.intra + matrix * ROWS * ROWS;
@@ -292,7 +295,7 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
 #pragma unroll
                 for (int next = 0; next < 2; next++) {
                     float* decay = lower + (j + next) * Layout::LOWER + i;
-                    p[next] = is_full || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
+                    p[next] = is_whole || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
                     *decay = j + next < i ? beta * kk[tile][2 * half + next] * *decay : 0.0f;
                 }
                 *(Pair<T>*)(intra + i * ROWS + j) = paired<T>(p[0], p[1]);
@@ -534,10 +537,17 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         // o^T
         scales = scales_of<T>(corrections);
         scale_up<T>(o, scales);
+        if (is_full(a.exponent_form)) {
 #pragma unroll
-        for (int c = 0; c < TILES; c += 2)
-            multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
-                            Layout::ROW_STRIDE, lane);
+            for (int c = 0; c < TILES; c += 2)
+                multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
+                                Layout::ROW_STRIDE, lane);
+        } else {
+#pragma unroll
+            for (int c = 0; c < TILES; c += 2)
+                multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
+                                Layout::ROW_STRIDE, lane, c);
+        }
         scale_down<T>(o, scales);
         // The warp's own columns of v have been read by all its lanes: the output is put in order in their place.
         wait_for_warp();

@@ -24,7 +24,7 @@ struct Bfloat16 {
 };
 
 // An unused stretch at the end of each row of shared memory, in bytes: eight rows that one instruction reads begin in
-// different banks. 16 bytes, the least that keeps rows aligned for ldmatrix and 16-byte copies. 0 to measure without.
+// different banks. 16 bytes is the least that keeps rows aligned for ldmatrix and 16-byte copies; 0 to measure without.
 #ifndef ROW_PADDING_BYTES
 #define ROW_PADDING_BYTES 16
 #endif
