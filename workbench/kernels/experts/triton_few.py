@@ -20,7 +20,9 @@ from workbench.kernels.triton_runs import is_chained, refusal
 
 FLAGS = (taps.MOE_EXPERTS,)
 #: Up to this many tokens pair by pair.
-PAIR_TOKENS = 1
+PAIR_TOKENS = 2
+#: Weights of one matrix that a program of two warps reads: so many programs fit that all are under way at once.
+PAIR_VALUES = 4096
 #: All tokens are columns of each product: beyond this many most of them would be computed for nothing.
 MOST_TOKENS = 64
 
@@ -54,15 +56,15 @@ def by_pair(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     launch = {"CHAINED": is_chained(x.device), "launch_pdl": is_chained(x.device)}
     ranks = next_power_of_2(top_k)
     depth = min(2048, next_power_of_2(hidden_size))
-    rows = max(1, 8192 // depth)
+    rows = max(1, PAIR_VALUES // depth)
     gate_up_of_pair_kernel[(cdiv(width, rows), tokens * top_k)](
-        x, experts, gate_up, hidden, **sizes, ROWS=rows, DEPTH=depth, num_warps=4, **launch
+        x, experts, gate_up, hidden, **sizes, ROWS=rows, DEPTH=depth, num_warps=2, **launch
     )
     depth = min(512, next_power_of_2(width))
-    columns = max(1, 16384 // (depth * ranks))
+    columns = max(1, PAIR_VALUES // (depth * ranks))
     down_of_token_kernel[(cdiv(hidden_size, columns), tokens)](
         hidden, experts, weights, down, out, flags, **sizes, RANKS=ranks, COLUMNS=columns, DEPTH=depth,
-        RAISES_FLAGS=flags is not None, num_warps=4, **launch,
+        EARLY=True, RAISES_FLAGS=flags is not None, num_warps=2, **launch,
     )  # fmt: skip
     return out
 
@@ -87,15 +89,15 @@ def by_expert(
     launch = {"CHAINED": is_chained(x.device), "launch_pdl": is_chained(x.device)}
     slots = min(pairs, gate_up.shape[0])
     products = {
-        **sizes, "I": width, "TOKENS": max(16, next_power_of_2(tokens)), "BY_EXPERT": slots < pairs, "TRANSPOSED": False
+        **sizes, "I": width, "TOKENS": max(16, next_power_of_2(tokens)), "BY_EXPERT": slots < pairs, "TRANSPOSED": True
     }  # fmt: skip
     size = x.dtype.itemsize
-    gate_up_of_expert_kernel[(cdiv(width, 32), slots)](
-        x, experts, gate_up, hidden, tokens, **products, ROWS=32, DEPTH=256 // size, STAGES=4, num_warps=4, **launch
+    gate_up_of_expert_kernel[(cdiv(width, 64), slots)](
+        x, experts, gate_up, hidden, tokens, **products, ROWS=64, DEPTH=256 // size, STAGES=3, num_warps=4, **launch
     )
     down_of_expert_kernel[(cdiv(hidden_size, 64), slots)](
-        hidden, experts, weights, down, weighted, tokens, **products, COLUMNS=64, DEPTH=256 // size, STAGES=4,
-        PREFETCH=True, num_warps=4, **launch,
+        hidden, experts, weights, down, weighted, tokens, **products, COLUMNS=64, DEPTH=256 // size, STAGES=3,
+        PREFETCH=False, num_warps=4, **launch,
     )  # fmt: skip
     sum_of_pairs_kernel[(cdiv(hidden_size, 256), tokens)](
         weighted, out, flags, **sizes, COLUMNS=256, RAISES_FLAGS=flags is not None, num_warps=4, **launch

@@ -70,13 +70,17 @@ def gate_up_of_pair_kernel(
 def down_of_token_kernel(
     hidden_ptr, experts_ptr, weights_ptr, down_ptr, out_ptr, flags_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
-    RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr,
+    RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum_a weights[t, a] * down[e] hidden[t * A + a]; a program has COLUMNS values of one token.
 
     hidden [tokens * A, I]; experts [tokens, A] int64; weights [tokens, A]; down [E, D, I]; out [tokens, D]; RANKS is A
-    rounded up to a power of two. The weights of the experts are read before the wait.
+    rounded up to a power of two. With EARLY weights of the experts are read before the wait.
     """
+    if CHAINED and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(1)
     rank = tl.arange(0, RANKS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -88,7 +92,7 @@ def down_of_token_kernel(
         place = expert[:, None, None] * (D * I) + column[None, :, None] * I + channel[None, None, :]
         is_inside = is_rank[:, None, None] & (column < D)[None, :, None] & (channel < I)[None, None, :]
         weight = tl.load(down_ptr + place, mask=is_inside, other=0.0)
-        if CHAINED and start == 0:
+        if CHAINED and EARLY and start == 0:
             gdc_wait()
             gdc_launch_dependents()
         hidden = tl.load(

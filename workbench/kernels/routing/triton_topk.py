@@ -16,6 +16,8 @@ from workbench.kernels.triton_runs import REQUIRES as REQUIRES
 from workbench.kernels.triton_runs import is_chained, refusal
 
 FLAGS = (taps.MOE_TOPK,)
+#: Up to so many experts their number fits beside a logit of 16 bits.
+PACKED_EXPERTS = 1 << 13
 #: Logits of a program: 8 to 32 in each of 32 threads.
 MOST_LOGITS = 1024
 #: Up to this many tokens a program has one of them, so that no token waits for another.
@@ -35,7 +37,7 @@ def run(
 
     from workbench.kernels.routing.triton_topk_kernels import topk_kernel
 
-    types = {None: tl.float32, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    types = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if dtype not in types:
         raise BackendError(f"triton_topk takes its softmax in 32 bits or fewer, asked for {dtype}; name torch_sort")
     tokens, count = logits.shape
@@ -49,7 +51,8 @@ def run(
     topk_kernel[(cdiv(tokens, rows),)](
         row_major(logits), weights, experts, flags, tokens, types[dtype],
         E=count, A=top_k, ROWS=rows, COLUMNS=columns, RANKS=next_power_of_2(top_k), NORMALISE=normalise,
-        BY_PROBABILITY=dtype is not None, RAISES_FLAGS=flags is not None, CHAINED=is_chain,
+        PACKED=dtype is None and logits.dtype.itemsize == 2 and count <= PACKED_EXPERTS,
+        RAISES_FLAGS=flags is not None, CHAINED=is_chain,
         num_warps=max(1, min(8, rows * columns // 512)), launch_pdl=is_chain,
     )  # fmt: skip
     return weights, experts
