@@ -50,15 +50,16 @@ class Host:
     def __init__(self, folder: Path):
         self.folder, self.built, self.order, self.has_tensor_cores = folder, {}, 1, True
 
-    def library(self, element: str, keys: int, rows: int) -> ctypes.CDLL:
-        key = (element, keys, rows, int(self.has_tensor_cores))
+    def library(self, element: str, keys: int, rows: int, with_ranges: bool = False) -> ctypes.CDLL:
+        key = (element, keys, rows, int(self.has_tensor_cores), int(with_ranges))
         if key not in self.built:
             target = self.folder / ("_".join(map(str, key)) + ".so")
             subprocess.run(
                 [
                     "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-DBUILD_ELEMENT={element}",
-                    f"-DBUILD_KEYS={keys}", f"-DBUILD_ROWS={rows}", f"-DTENSOR_CORES={key[-1]}", f"-I{HOST}",
-                    f"-I{cuda_chunk.SOURCE.parent}", str(HOST / "kernels.cpp"), "-o", str(target),
+                    f"-DBUILD_KEYS={keys}", f"-DBUILD_ROWS={rows}", f"-DTENSOR_CORES={key[3]}",
+                    f"-DBUILD_RANGES={key[4]}", f"-I{HOST}", f"-I{cuda_chunk.SOURCE.parent}",
+                    str(HOST / "kernels.cpp"), "-o", str(target),
                 ],
                 check=True,
             )  # fmt: skip
@@ -78,8 +79,8 @@ def host(built_host, monkeypatch):
     """Every launch of this test runs on the CPU."""
     built_host.order, built_host.has_tensor_cores = 1, True
 
-    def library(dtype, key_dim, rows, _device, _row_padding):
-        return built_host.library(cuda_chunk.ELEMENTS[dtype], cuda_chunk.padded_keys(key_dim), rows)
+    def library(dtype, key_dim, rows, _device, _row_padding, with_ranges):
+        return built_host.library(cuda_chunk.ELEMENTS[dtype], cuda_chunk.padded_keys(key_dim), rows, with_ranges)
 
     monkeypatch.setattr(cuda_chunk, "library", library)
     monkeypatch.setattr(cuda_recurrent, "library", lambda _device: built_host.library("float", 64, 16))
@@ -247,6 +248,67 @@ def test_flags_hold_the_largest_values_of_both_signs(host, name, has_nan):
             assert all(math.isnan(value) for value in values[tap])
         else:
             assert values[tap] == [max(x.max().item(), 0.0), max(-x.min().item(), 0.0)]
+
+
+class Ranges:
+    """An observer that takes ranges of the stages inside."""
+
+    takes_ranges = True
+
+    def __init__(self):
+        self.seen = {}
+
+    def see_ranges(self, name, ranges):
+        self.seen[name] = ranges
+
+    def __call__(self, name, tensor):
+        raise AssertionError(f"{name}: expected ranges alone")
+
+    def scope(self, prefix):
+        return self
+
+
+class Stages(Ranges):
+    """One that takes tensors."""
+
+    takes_ranges = False
+
+    def __call__(self, name, tensor):
+        self.seen[name] = tensor
+        return tensor
+
+
+@pytest.mark.parametrize("preset", ("safe", "five_clamps", "fp16_factored"))
+@pytest.mark.parametrize("name", CHUNKED)
+def test_an_observer_that_takes_ranges_gets_those_of_the_stages(host, name, preset):
+    """The same as of PyTorch's stages, with the same values that are not finite where they are made."""
+    policy = replace(PRESETS[preset], chunk=32)
+    inputs = spec.example(tokens=75, key_heads=1, value_heads=2, value_dim=40, seed=3)
+    ranges, stages = Ranges(), Stages()
+    plain = CHUNKED[name].run(**inputs, policy=policy)
+    found = CHUNKED[name].run(**inputs, policy=policy, tap=ranges)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, plain, strict=True))
+    torch_chunk.run(**inputs, policy=policy, tap=stages)
+    solved = (taps.GDN_INVERSE,) if preset != "five_clamps" else (taps.GDN_U, taps.GDN_W)
+    always = (taps.GDN_CUMSUM, taps.GDN_DECAY, taps.GDN_KKT, taps.GDN_INTRA, taps.GDN_INTER, taps.GDN_STATE)
+    assert sorted(ranges.seen) == sorted((*always, *solved))
+    for stage, (values, shape, _dtype) in ranges.seen.items():
+        tensor = stages.seen[stage]
+        assert shape == tuple(tensor.shape) and values.shape == (*shape[:2], 5)
+        finite = tensor.isfinite()
+        if preset == "safe" or stage in (taps.GDN_DECAY, taps.GDN_KKT):
+            counts = [tensor.isnan().sum(), (tensor == math.inf).sum(), (tensor == -math.inf).sum()]
+            assert values[..., 2:].sum((0, 1)).tolist() == [count.item() for count in counts]
+        if stage != taps.GDN_CUMSUM or preset == "safe":  # one that is held in fp16 is shown before by PyTorch
+            low, high = (tensor[finite].min(), tensor[finite].max()) if finite.any() else (math.inf, -math.inf)
+            close = pytest.approx((float(low), float(high)), rel=1e-5, abs=1e-6)
+            assert (values[..., 0].min().item(), values[..., 1].max().item()) == close
+
+
+def test_an_observer_of_tensors_sees_the_state_and_no_stage(host):
+    observer = Stages()
+    _, state = cuda_chunk.run(**spec.example(tokens=20), policy=SHORT, tap=observer)
+    assert list(observer.seen) == [taps.GDN_STATE] and observer.seen[taps.GDN_STATE] is state
 
 
 def test_structs_and_sizes_are_those_of_the_sources(host):

@@ -47,6 +47,13 @@ ELEMENTS = {torch.float32: "float", torch.float16: "Float16", torch.bfloat16: "B
 #: In the order of ExponentForm and CumsumKind in csrc/chunk.cuh.
 EXPONENT_FORMS = ("difference_then_mask", "mask_after", "multiply_mask", "factored", "factored_mask_after", "midpoint")
 CUMSUM_KINDS = ("float64", "float32", "segsum", "bfloat16", "float16")
+#: Stages that a build with ranges tells of, in the order of RangeStage.
+RANGES = (
+    taps.GDN_CUMSUM, taps.GDN_DECAY, taps.GDN_KKT, taps.GDN_INVERSE, taps.GDN_U, taps.GDN_W, taps.GDN_INTRA,
+    taps.GDN_INTER, taps.GDN_STATE,
+)  # fmt: skip
+#: What the solve gives, where its rows are limited and where they are not: the other is not computed.
+SOLVED = {True: (taps.GDN_U, taps.GDN_W), False: (taps.GDN_INVERSE,)}
 SOLVERS = ("auto", "block_substitution", "solve_triangular", "row_loop")
 
 
@@ -62,11 +69,11 @@ class Limits(ctypes.Structure):
 
 _POINTERS = (
     "q", "k", "v", "log_decay", "beta", "initial_state", "out", "state", "inverse", "intra", "u", "factors",
-    "chunk_table", "sequence_table", "out_flag", "state_flag",
+    "chunk_table", "sequence_table", "ranges", "out_flag", "state_flag",
 )  # fmt: skip
 _NUMBERS = (
     "sequences", "tokens", "chunks", "key_heads", "value_heads", "key_dim", "value_dim", "exponent_form",
-    "cumsum_kind", "keys_are_aligned", "values_are_aligned", "limits_state",
+    "cumsum_kind", "keys_are_aligned", "values_are_aligned", "range_slots", "limits_state",
 )  # fmt: skip
 #: Clamps by their field of ChunkArguments.
 _CLAMPS = {
@@ -150,12 +157,13 @@ def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Te
 
 
 def library(
-    dtype: torch.dtype, key_dim: int, rows: int, device: torch.device, row_padding: int = ROW_PADDING
-) -> ctypes.CDLL:
+    dtype: torch.dtype, key_dim: int, rows: int, device: torch.device, row_padding: int = ROW_PADDING,
+    with_ranges: bool = False,
+) -> ctypes.CDLL:  # fmt: skip
     """The kernels for a dtype, key size and chunk on the device's architecture, built on first use."""
     macros = {
         "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(padded_keys(key_dim)), "BUILD_ROWS": str(rows),
-        "ROW_PADDING_BYTES": str(row_padding),
+        "ROW_PADDING_BYTES": str(row_padding), "BUILD_RANGES": str(int(with_ranges)),
     }  # fmt: skip
     return cuda_build.built(SOURCE, macros, torch.cuda.get_device_capability(device))
 
@@ -202,9 +210,14 @@ def run_in_blocks(
         "inverse": scratch(rows, key_dim if limits_rows else rows), "intra": scratch(rows, rows),
         "u": scratch(rows, value_dim) if limits_rows else None,
         "factors": scratch(4 * rows + 4, of=torch.float32), "chunk_table": chunk_table,
-        "sequence_table": sequence_table,
+        "sequence_table": sequence_table, "ranges": None,
         "state_flag": None if flags is None else flags[0], "out_flag": None if flags is None else flags[1],
     }  # fmt: skip
+    with_ranges = tap is not None and taps.inside(tap) is not None and taps.takes_ranges(tap)
+    if with_ranges:
+        slots = max(rows // 16, warps * -(-value_dim // (16 * warps)))
+        nothing = torch.tensor([math.inf, -math.inf, 0.0, 0.0, 0.0], device=device)
+        tensors["ranges"] = nothing.repeat(len(RANGES), chunks, value_heads, slots, 1)
     pieces = 16 // dtype.itemsize
 
     def is_aligned(size: int, *names: str) -> bool:
@@ -216,15 +229,36 @@ def run_in_blocks(
         key_dim=key_dim, value_dim=value_dim, exponent_form=EXPONENT_FORMS.index(policy.exponent),
         cumsum_kind=CUMSUM_KINDS.index(policy.cumsum), keys_are_aligned=is_aligned(key_dim, "q", "k"),
         values_are_aligned=is_aligned(value_dim, "v", "out"),
-        limits_state=policy.clamp("state", phase) is not None,
+        range_slots=slots if with_ranges else 0, limits_state=policy.clamp("state", phase) is not None,
         **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
     )  # fmt: skip
     stages = stages_of(dtype, key_dim, warps, policy, tokens, device)
-    found = library(dtype, key_dim, rows, device, row_padding)
+    found = library(dtype, key_dim, rows, device, row_padding, with_ranges)
     with torch.cuda.device_of(v):
         code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
     raise_for(code, found, f"gated_delta_rule in chunks of {rows}")
+    if with_ranges:
+        show_ranges(tap, tensors["ranges"], limits_rows, min(rows, tokens), key_dim, value_dim)
+        tap = None  # the state after every chunk has been told, that of the last one among them
     return library_form.finished(tensors["out"], tensors["state"], policy, tap, like=v)
+
+
+def show_ranges(tap: Tap, ranges: Tensor, limits_rows: bool, rows: int, key_dim: int, value_dim: int) -> None:
+    """Show `tap` the ranges of the stages that were computed, [stages, N, V, warps, 5]; chunks sequence by sequence.
+
+    u and w are stages where rows of the solve are limited, the inverse where they are not. `rows` are those of a chunk
+    that a sequence can have.
+    """
+    columns = {
+        taps.GDN_CUMSUM: (rows,), taps.GDN_U: (rows, value_dim), taps.GDN_W: (rows, key_dim),
+        taps.GDN_INTER: (rows, value_dim), taps.GDN_STATE: (key_dim, value_dim),
+    }  # fmt: skip
+    for name, slots in zip(RANGES, ranges, strict=True):
+        if name in SOLVED[not limits_rows]:
+            continue
+        shape = (*slots.shape[:2], *columns.get(name, (rows, rows)))
+        values = torch.cat([slots[..., :1].amin(-2), slots[..., 1:2].amax(-2), slots[..., 2:].sum(-2)], dim=-1)
+        tap.see_ranges(name, taps.Ranges(values, shape, torch.float32))
 
 
 def most_shared_bytes(device: torch.device) -> int:
@@ -259,7 +293,11 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None, flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `spec`. `flags` int32 [2, 2]: the words of FLAGS (see `tracing.flags`), raised in the kernel's epilogue."""
+    """See `spec`. `flags` int32 [2, 2]: the words of FLAGS (see `tracing.flags`), raised in the kernel's epilogue.
+
+    An observer of the stages inside that takes ranges (`taps.takes_ranges`) is shown them by another build of the
+    kernels, which writes nothing else of them; any other one sees the state alone.
+    """
     return run_in_blocks(
         q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy,
         tap=tap, flags=flags, warps=WARPS,

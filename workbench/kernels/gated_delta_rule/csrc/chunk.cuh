@@ -13,10 +13,16 @@
 // Where rows of the solve are limited, chunk_prepare solves for u = inverse (beta v) and w = inverse (beta e^G k), and
 // the scan takes v' = u - w S.
 //
+// A build with BUILD_RANGES=1 also writes what range the values of each stage have, warp by warp; others have no trace of it.
+//
 // Operands of a product are rounded to T, sums and state are fp32, G and its differences as the policy says.
 // Source: arXiv 2406.06484 section 3 (chunk form), arXiv 2412.06464 (scalar gate).
 #pragma once
 #include "device.cuh"
+
+#ifndef BUILD_RANGES
+#define BUILD_RANGES 0
+#endif
 
 enum ExponentForm { DIFFERENCE_THEN_MASK, MASK_AFTER, MULTIPLY_MASK, FACTORED, FACTORED_MASK_AFTER, MIDPOINT };
 enum CumsumKind { CUMSUM_FLOAT64, CUMSUM_FLOAT32, CUMSUM_SEGSUM, CUMSUM_BFLOAT16, CUMSUM_FLOAT16 };
@@ -40,15 +46,56 @@ struct ChunkArguments {
     float* factors;              // [N, V, 4 ROWS + 4]: beta, beta e^G, e^G of the readout, e^(G_C - G); then e^(G_C)
     const int* chunk_table;      // [N, 2] first row and rows of a chunk; null: `tokens` rows for each sequence
     const int* sequence_table;   // [S, 2] first chunk and chunks of a sequence; null likewise
+    float* ranges;               // [stages, N, V, range_slots, 5], see Range; read by builds with ranges alone
     int* out_flag;               // two words each, see raise_flag; null: none
     int* state_flag;
     int sequences, tokens, chunks;
     int key_heads, value_heads, key_dim, value_dim;
     int exponent_form, cumsum_kind;
     int keys_are_aligned, values_are_aligned;  // rows of q and k, of v, out and u: whole pieces of 16 bytes
+    int range_slots;                           // warps that have a part of a matrix, at most
     int limits_state;                          // whether state_limits bind anything
     Limits cumsum, k_decay, inter_attention, state_update, solve_rows, state_limits;
 };
+
+// ---- ranges of the stages
+
+enum RangeStage {
+    RANGE_CUMSUM, RANGE_DECAY, RANGE_KKT, RANGE_INVERSE, RANGE_U, RANGE_W, RANGE_INTRA, RANGE_INTER, RANGE_STATE
+};
+
+// Smallest and largest finite value, infinities where there is none, and how many values are NaN, +inf and -inf.
+struct Range {
+    float low, high, nan, above, below;
+};
+DEVICE Range no_range() { return Range{float_of(0x7f800000u), float_of(0xff800000u), 0.0f, 0.0f, 0.0f}; }
+DEVICE void seen(Range& range, float x) {
+    if constexpr (BUILD_RANGES) {
+        Bits32 size = bits_of(x) & 0x7fffffffu;
+        if (size > 0x7f800000u) range.nan += 1.0f;
+        if (size == 0x7f800000u && x > 0.0f) range.above += 1.0f;
+        if (size == 0x7f800000u && x < 0.0f) range.below += 1.0f;
+        if (size >= 0x7f800000u) return;
+        range.low = x < range.low ? x : range.low;
+        range.high = x > range.high ? x : range.high;
+    }
+}
+// What the lanes of a warp have seen of matrix (n, head) of a stage.
+DEVICE void put_range(const ChunkArguments& a, int stage, long long matrix, int slot, Range range, int lane) {
+    if constexpr (BUILD_RANGES) {
+        for (int mask = 16; mask > 0; mask >>= 1) {
+            float low = float_of(from_lane_xor(bits_of(range.low), mask));
+            float high = float_of(from_lane_xor(bits_of(range.high), mask));
+            range.low = low < range.low ? low : range.low;
+            range.high = high > range.high ? high : range.high;
+            range.nan += float_of(from_lane_xor(bits_of(range.nan), mask));
+            range.above += float_of(from_lane_xor(bits_of(range.above), mask));
+            range.below += float_of(from_lane_xor(bits_of(range.below), mask));
+        }
+        long long at = ((long long)stage * a.chunks * a.value_heads + matrix) * a.range_slots + slot;
+        if (lane == 0) ((Range*)a.ranges)[at] = range;
+    }
+}
 
 // First row and number of rows of chunk n.
 template <int ROWS>
@@ -268,7 +315,9 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
         wait_for_block();
 
         long long matrix = (long long)n * a.value_heads + head;
+        Range of_cumsum = no_range(), of_decay = no_range(), of_kkt = no_range(), of_intra = no_range();
         if (thread < ROWS) {
+            seen(of_cumsum, (float)sums[thread]);
             float* factors = a.factors + matrix * (4 * ROWS + 4);
             float beta = betas[thread];
             factors[thread] = beta;
@@ -282,7 +331,9 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
 #pragma unroll 1
         for (int at = thread; at < ROWS * ROWS; at += Layout::THREADS) {
             int i = at % ROWS, j = at / ROWS;
-            if (is_whole || j <= i) lower[j * Layout::LOWER + i] = exponents.pair(i, j);
+            float decay = is_whole || j <= i ? exponents.pair(i, j) : 0.0f;
+            if (is_whole || j <= i) lower[j * Layout::LOWER + i] = decay;
+            seen(of_decay, decay);
         }
         wait_for_block();
         T* intra = (T*)a.intra + matrix * ROWS * ROWS;
@@ -297,19 +348,29 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
                     float* decay = lower + (j + next) * Layout::LOWER + i;
                     p[next] = is_whole || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
                     *decay = j + next < i ? beta * kk[tile][2 * half + next] * *decay : 0.0f;
+                    seen(of_intra, p[next]);
+                    seen(of_kkt, *decay);
                 }
                 *(Pair<T>*)(intra + i * ROWS + j) = paired<T>(p[0], p[1]);
             }
         }
+        put_range(a, RANGE_CUMSUM, matrix, warp, of_cumsum, lane);
+        put_range(a, RANGE_DECAY, matrix, warp, of_decay, lane);
+        put_range(a, RANGE_KKT, matrix, warp, of_kkt, lane);
+        put_range(a, RANGE_INTRA, matrix, warp, of_intra, lane);
         wait_for_block();
 
+        Range of_inverse = no_range(), of_u = no_range(), of_w = no_range();
         if (!limits_rows) {
             T* inverse = (T*)a.inverse + matrix * ROWS * ROWS;
             if (thread < ROWS) {
                 solve_column<ROWS, Layout::LOWER>(solved, ROWS, thread, lower, thread / 16 * 16,
                                                   a.solve_rows,
                                                   [&](int i) { return i == thread ? 1.0f : 0.0f; });
-                for (int i = 0; i < ROWS; i++) inverse[i * ROWS + thread] = rounded<T>(solved[i * ROWS + thread]);
+                for (int i = 0; i < ROWS; i++) {
+                    seen(of_inverse, solved[i * ROWS + thread]);
+                    inverse[i * ROWS + thread] = rounded<T>(solved[i * ROWS + thread]);
+                }
             }
         } else {
             const T* v = (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
@@ -324,6 +385,7 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
                 };
                 solve_column<ROWS, Layout::LOWER>(solved, Layout::THREADS, thread, lower, 0, a.solve_rows, right);
                 for (int i = 0; i < ROWS; i++) {
+                    seen(key < 0 ? of_u : of_w, solved[i * Layout::THREADS + thread]);
                     T x = rounded<T>(solved[i * Layout::THREADS + thread]);
                     if (key < 0)
                         u[i * a.value_dim + column] = x;
@@ -332,6 +394,9 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
                 }
             }
         }
+        put_range(a, RANGE_INVERSE, matrix, warp, of_inverse, lane);
+        put_range(a, RANGE_U, matrix, warp, of_u, lane);
+        put_range(a, RANGE_W, matrix, warp, of_w, lane);
     }
 }
 
@@ -505,6 +570,7 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
             multiply<false>(r, left, read_by + j * 8, Layout::KEY_STRIDE, lane);
             multiply<false>(o, left, q_tile + j * 8, Layout::KEY_STRIDE, lane);
         }
+        Range of_inter = no_range(), of_state = no_range();
         float v[TILES][4];
         load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
 #pragma unroll
@@ -516,8 +582,11 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
                 float down = scales.down[i / 2];
                 r[c][i] = (i % 2 ? beta.y : beta.x) * v[c][i] - (i % 2 ? read.y : read.x) * (r[c][i] * down);
                 o[c][i] *= (i % 2 ? readout.y : readout.x) * down;
+                if (column + i / 2 * 8 < a.value_dim) seen(of_inter, o[c][i]);
             }
         }
+        long long matrix = (long long)(first_chunk + step) * a.value_heads + head;
+        put_range(a, RANGE_INTER, matrix, part * WARPS + warp, of_inter, lane);
 
         // v'^T
         float corrections[TILES][4] = {};
@@ -608,6 +677,15 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
 #pragma unroll
                 for (int i = 0; i < 4; i++) state[j][i] = limited(state[j][i], a.state_limits);
         }
+        if constexpr (BUILD_RANGES) {
+#pragma unroll
+            for (int j = 0; j < STATE_TILES; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (j * 8 + pair + i % 2 < a.key_dim && column + i / 2 * 8 < a.value_dim)
+                        seen(of_state, state[j][i]);
+        }
+        put_range(a, RANGE_STATE, matrix, part * WARPS + warp, of_state, lane);
         wait_for_block();
     }
 
