@@ -104,7 +104,7 @@ def down_of_token_kernel(
     out = tl.sum(tl.sum(products, 2) * share[:, None], 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=column < D)
     if RAISES_FLAGS:
-        raise_words(flags_ptr, 0, out)
+        raise_words(flags_ptr, 0, tl.where(column < D, out, 0.0))
 
 
 @triton.jit
