@@ -157,7 +157,7 @@ INSTANCES = (
 )
 INSTANCES += "".join(
     f"template __global__ void chunk_prepare<{element}, 64, 16>(ChunkArguments);\n"
-    f"template __global__ void chunk_scan<{element}, 64, 16, 2>(ChunkArguments, int);\n"
+    f"template __global__ void chunk_scan<{element}, 64, 16, 2, 2>(ChunkArguments, int);\n"
     for element in ("float", "Float16", "Bfloat16")
 )
 

@@ -318,6 +318,7 @@ def test_structs_and_sizes_are_those_of_the_sources(host):
             for limits_rows in (0, 1):
                 size = cuda_chunk.stage_bytes(BF16, rows, 24, warps, bool(limits_rows))
                 assert found.stage_bytes(warps, limits_rows) == size
+            assert found.exchange_bytes(warps) == cuda_chunk.exchange_bytes(rows, warps)
         assert found.chunk_argument_bytes() == ctypes.sizeof(cuda_chunk.ChunkArguments)
         assert found.recurrent_argument_bytes() == ctypes.sizeof(cuda_recurrent.RecurrentArguments)
 
@@ -365,7 +366,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(given, reason):
 def test_what_it_serves():
     assert cuda_chunk.supports(call()) is None
     assert cuda_chunk.supports(call(policy=replace(SAFE, chunk=48), tokens=1)) is None
-    assert cuda_chunk_split.supports(call(capability=(7, 5))) is None
+    assert cuda_chunk_split.supports(call(policy=replace(SAFE, chunk=32), capability=(7, 5))) is None
     assert cuda_chunk.supports(call(policy=replace(SAFE, chunk=32), dtype=F32, capability=(7, 5))) is None
     assert cuda_recurrent.supports(call(tokens=1)) is None
     assert "chunked form" in cuda_recurrent.supports(call(policy=PRESETS["fla"]))

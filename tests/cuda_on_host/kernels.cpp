@@ -26,12 +26,13 @@ void multiply_tile(float (&tile)[4], const Left<T>& left, unsigned upper, unsign
 
 using block_model::launch;
 
-template <int WARPS>
+template <int WARPS, int KEY_PARTS>
 void scan(const ChunkArguments& a, int stages, unsigned seed) {
     using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
     int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
-    launch(parts * a.value_heads * a.sequences, 1, 32 * WARPS, stages * Layout::bytes(a.u != nullptr), seed,
-           [&] { chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>(a, stages); });
+    int bytes = stages * Layout::bytes(a.u != nullptr) + Layout::exchange_bytes(KEY_PARTS);
+    launch(parts * a.value_heads * a.sequences, 1, 32 * WARPS * KEY_PARTS, bytes, seed,
+           [&] { chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS, KEY_PARTS>(a, stages); });
 }
 
 extern "C" {
@@ -42,9 +43,9 @@ int launch_chunks(const ChunkArguments* a, int warps, int stages, void* seed) {
     launch(a->chunks, a->key_heads, Layout::THREADS, Layout::bytes(a->u != nullptr), order,
            [=] { chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>(*a); });
     if (warps == 8)
-        scan<8>(*a, stages, order);
+        scan<8, 1>(*a, stages, order);
     else
-        scan<2>(*a, stages, order);
+        scan<2, 2>(*a, stages, order);
     return 0;
 }
 
@@ -59,6 +60,10 @@ int launch_recurrent(const RecurrentArguments* a, void* seed) {
 int stage_bytes(int warps, int limits_rows) {
     return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::bytes(limits_rows)
                       : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::bytes(limits_rows);
+}
+int exchange_bytes(int warps) {
+    return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::exchange_bytes(1)
+                      : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::exchange_bytes(2);
 }
 int chunk_argument_bytes() { return sizeof(ChunkArguments); }
 int recurrent_argument_bytes() { return sizeof(RecurrentArguments); }

@@ -33,8 +33,10 @@ ROUNDS_INSIDE = True
 REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32))
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 
-#: Warps of a block of the scan, with 16 value columns each.
+#: Warps of a block of the scan side by side, with 16 value columns each, and how many share the columns of one: what
+#: kernels exist for. Those that share hand on three products of 16 columns in fp32.
 WARPS, SPLIT_WARPS = 8, 2
+KEY_PARTS = {WARPS: 1, SPLIT_WARPS: 2}
 #: Rows of a chunk that kernels exist for, and key sizes: a smaller one is filled up with zeros.
 CHUNKS, KEY_SIZES = (16, 32, 64), (64, 128)
 
@@ -107,6 +109,11 @@ def stage_bytes(
     return rows * tiles * size + (4 * rows + 4) * 4
 
 
+def exchange_bytes(rows: int, warps: int) -> int:
+    """Shared memory behind the stages of the scan: what csrc/chunk.cuh calls Stage::exchange_bytes."""
+    return 0 if KEY_PARTS[warps] == 1 else 3 * warps * rows * 16 * 4
+
+
 def padded_keys(key_dim: int) -> int:
     return next(size for size in KEY_SIZES if key_dim <= size)
 
@@ -130,7 +137,7 @@ def form_refusal(call: Call, warps: int) -> str | None:
     if call.machine.capability is None:
         return None
     rows, limits_rows = chunk_rows(policy, call.tokens), policy.clamp("solve_rows", "prefill") is not None
-    needed = stage_bytes(call.dtype, rows, key_dim, warps, limits_rows)
+    needed = stage_bytes(call.dtype, rows, key_dim, warps, limits_rows) + exchange_bytes(rows, warps)
     found = cuda_build.shared_bytes(call.machine.capability)
     if needed > found:
         return (
@@ -215,7 +222,7 @@ def run_in_blocks(
     }  # fmt: skip
     with_ranges = tap is not None and taps.inside(tap) is not None and taps.takes_ranges(tap)
     if with_ranges:
-        slots = max(rows // 16, warps * -(-value_dim // (16 * warps)))
+        slots = max(rows // 16, KEY_PARTS[warps] * warps * -(-value_dim // (16 * warps)))
         nothing = torch.tensor([math.inf, -math.inf, 0.0, 0.0, 0.0], device=device)
         tensors["ranges"] = nothing.repeat(len(RANGES), chunks, value_heads, slots, 1)
     pieces = 16 // dtype.itemsize
@@ -270,8 +277,9 @@ def stages_of(
 ) -> int:
     """Chunks in shared memory at a time: the next one is fetched while one is computed, where there is room for two."""
     limits_rows = policy.clamp("solve_rows", spec.phase_of(tokens)) is not None
-    stage = stage_bytes(dtype, chunk_rows(policy, tokens), key_dim, warps, limits_rows)
-    return 2 if 2 * stage <= most_shared_bytes(device) else 1
+    rows = chunk_rows(policy, tokens)
+    two = 2 * stage_bytes(dtype, rows, key_dim, warps, limits_rows) + exchange_bytes(rows, warps)
+    return 2 if two <= most_shared_bytes(device) else 1
 
 
 def path_in_blocks(q: Tensor, v: Tensor, policy: NumericsPolicy, warps: int) -> str:

@@ -1,6 +1,7 @@
 """`cuda_chunk` split over value columns: blocks of the scan with 32 of them, four for a head of 128.
 
-What a chunk needs is read once for each block, so it pays where batch x heads leaves multiprocessors idle.
+In a block two warps share 16 columns, each with half of the keys. What a chunk needs is read once for each block, so it
+pays where batch x heads leaves multiprocessors idle.
 """
 
 from __future__ import annotations

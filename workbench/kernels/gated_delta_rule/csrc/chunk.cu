@@ -10,14 +10,14 @@ cudaError_t allow(Kernel kernel, int bytes) {
     return cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <int WARPS>
+template <int WARPS, int KEY_PARTS>
 cudaError_t scan(const ChunkArguments& a, int stages, cudaStream_t stream) {
     using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
-    auto kernel = chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
-    int bytes = stages * Layout::bytes(a.u != nullptr);
+    auto kernel = chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS, KEY_PARTS>;
+    int bytes = stages * Layout::bytes(a.u != nullptr) + Layout::exchange_bytes(KEY_PARTS);
     int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
     if (cudaError_t error = allow(kernel, bytes)) return error;
-    kernel<<<parts * a.value_heads * a.sequences, 32 * WARPS, bytes, stream>>>(a, stages);
+    kernel<<<parts * a.value_heads * a.sequences, 32 * WARPS * KEY_PARTS, bytes, stream>>>(a, stages);
     return cudaGetLastError();
 }
 
@@ -25,14 +25,8 @@ cudaError_t scan(const ChunkArguments& a, int stages, cudaStream_t stream) {
 
 extern "C" {
 
-// Shared memory in bytes: of a block of chunk_prepare, and of one stage of chunk_scan.
-int prepare_bytes(int limits_rows) { return Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>::bytes(limits_rows); }
-int stage_bytes(int warps, int limits_rows) {
-    return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::bytes(limits_rows)
-                      : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::bytes(limits_rows);
-}
-
-// Both kernels on a stream of the current device; 0 or a cudaError.
+// Both kernels on a stream of the current device, blocks of the scan with `warps` (8 or 2) side by side, of which 2 share
+// out the keys too; 0 or a cudaError.
 int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     auto prepare = chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
@@ -42,7 +36,7 @@ int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) 
         prepare<<<dim3(a->chunks, a->key_heads), Layout::THREADS, bytes, (cudaStream_t)stream>>>(*a);
         if (cudaError_t error = cudaGetLastError()) return error;
     }
-    return warps == 8 ? scan<8>(*a, stages, (cudaStream_t)stream) : scan<2>(*a, stages, (cudaStream_t)stream);
+    return warps == 8 ? scan<8, 1>(*a, stages, (cudaStream_t)stream) : scan<2, 2>(*a, stages, (cudaStream_t)stream);
 }
 
 const char* error_text(int error) { return cudaGetErrorString((cudaError_t)error); }

@@ -9,7 +9,8 @@
 //     S <- e^(G_C) S + k^T (e^(G_C - G) o v')
 //
 // The scan holds S transposed, 16 value columns a warp, in registers: the state, r and v' are then left operands of the
-// next product as they stand, and no warp waits for another but for what is loaded.
+// next product as they stand, and no warp waits for another but for what is loaded. With KEY_PARTS 2 two warps share the
+// columns, each with half of the keys: they add up what they read of the state, and one of them makes the output.
 // Where rows of the solve are limited, chunk_prepare solves for u = inverse (beta v) and w = inverse (beta e^G k), and
 // the scan takes v' = u - w S.
 //
@@ -402,6 +403,7 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
 
 // ---- chunk_scan
 
+// WARPS side by side in the value columns.
 template <typename T, int KEYS, int ROWS, int WARPS>
 struct Stage {
     static constexpr int COLUMNS = 16 * WARPS;
@@ -414,7 +416,24 @@ struct Stage {
     ON_BOTH static constexpr int bytes(bool limits_rows) {
         return elements(limits_rows) * (int)sizeof(T) + (4 * ROWS + 4) * (int)sizeof(float);
     }
+    // Behind the stages: a product of 16 columns and ROWS for each warp that hands one on.
+    static constexpr int PRODUCT = ROWS / 8 * 32;  // in pieces of 16 bytes
+    ON_BOTH static constexpr int exchange_bytes(int key_parts) { return key_parts == 1 ? 0 : 3 * WARPS * PRODUCT * 16; }
 };
+
+template <int TILES>
+DEVICE void hand_on(float4* place, const float (&tiles)[TILES][4], int lane) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) place[n * 32 + lane] = float4{tiles[n][0], tiles[n][1], tiles[n][2], tiles[n][3]};
+}
+template <int TILES>
+DEVICE void add_handed(float (&tiles)[TILES][4], const float4* place, int lane) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        float4 four = place[n * 32 + lane];
+        tiles[n][0] += four.x, tiles[n][1] += four.y, tiles[n][2] += four.z, tiles[n][3] += four.w;
+    }
+}
 
 // A power of two that brings numbers of up to this magnitude to where Float16 has all its digits. Those below 2^-40
 // count as that much: what they are multiplied with must not overflow.
@@ -476,13 +495,14 @@ struct alignas(8) Two {
 };
 DEVICE Two two_of(const float* x) { return *(const Two*)x; }
 
-template <typename T, int KEYS, int ROWS, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int stages) {
+template <typename T, int KEYS, int ROWS, int WARPS, int KEY_PARTS>
+__global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArguments a, int stages) {
     using Layout = Stage<T, KEYS, ROWS, WARPS>;
-    constexpr int THREADS = 32 * WARPS, STATE_TILES = KEYS / 8, TILES = ROWS / 8;
+    constexpr int THREADS = 32 * WARPS * KEY_PARTS, STATE_TILES = KEYS / 8 / KEY_PARTS, TILES = ROWS / 8;
     SHARED_MEMORY(memory);
 
-    int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    int thread = (int)threadIdx.x, lane = thread % 32;
+    int warp = thread / 32 % WARPS, key_part = thread / 32 / WARPS;  // its 16 columns, and which of the keys
     int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
     int part = (int)blockIdx.x % parts, head = (int)blockIdx.x / parts % a.value_heads;
     int sequence = (int)blockIdx.x / parts / a.value_heads;
@@ -531,14 +551,14 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         for (int i = 4 * thread; i < 4 * ROWS + 4; i += 4 * THREADS) copy_16_bytes(factors + i, from + i, true);
     };
 
-    // S^T, rows 16 of the value columns, all keys. Value column and key of state[j][i]:
-    int column = first_column + warp * 16 + lane / 4, pair = lane % 4 * 2;
+    // S^T, rows 16 of the value columns, the warp's keys from `first_key` on. Value column and key of state[j][i]:
+    int column = first_column + warp * 16 + lane / 4, pair = lane % 4 * 2, first_key = key_part * 8 * STATE_TILES;
     long long states = ((long long)sequence * a.value_heads + head) * a.key_dim;
     float state[STATE_TILES][4];
 #pragma unroll
     for (int j = 0; j < STATE_TILES; j++)
         for (int i = 0; i < 4; i++) {
-            int key = j * 8 + pair + i % 2, here = column + i / 2 * 8;
+            int key = first_key + j * 8 + pair + i % 2, here = column + i / 2 * 8;
             bool is_there = a.initial_state && key < a.key_dim && here < a.value_dim;
             state[j][i] = is_there ? a.initial_state[(states + key) * a.value_dim + here] : 0.0f;
         }
@@ -567,26 +587,36 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
 #pragma unroll
         for (int j = 0; j < STATE_TILES; j += 2) {
             Left<T> left = left_of<T>(state[j], state[j + 1], scales.up);
-            multiply<false>(r, left, read_by + j * 8, Layout::KEY_STRIDE, lane);
-            multiply<false>(o, left, q_tile + j * 8, Layout::KEY_STRIDE, lane);
+            multiply<false>(r, left, read_by + first_key + j * 8, Layout::KEY_STRIDE, lane);
+            multiply<false>(o, left, q_tile + first_key + j * 8, Layout::KEY_STRIDE, lane);
+        }
+        scale_down<T>(r, scales);
+        scale_down<T>(o, scales);
+        float v[TILES][4];  // read before any warp can have put its output in their place
+        load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
+        if constexpr (KEY_PARTS > 1) {
+            float4* place = (float4*)(memory + stages * bytes) + warp * Layout::PRODUCT;
+            constexpr int NEXT = WARPS * Layout::PRODUCT;
+            hand_on(place + key_part * NEXT, r, lane);
+            if (key_part > 0) hand_on(place + 2 * NEXT, o, lane);
+            wait_for_block();
+            add_handed(r, place + (1 - key_part) * NEXT, lane);
+            if (key_part == 0) add_handed(o, place + 2 * NEXT, lane);
         }
         Range of_inter = no_range(), of_state = no_range();
-        float v[TILES][4];
-        load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
 #pragma unroll
         for (int c = 0; c < TILES; c++) {
             Two beta = two_of(factors + c * 8 + pair), read = two_of(factors + ROWS + c * 8 + pair);
             Two readout = two_of(factors + 2 * ROWS + c * 8 + pair);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float down = scales.down[i / 2];
-                r[c][i] = (i % 2 ? beta.y : beta.x) * v[c][i] - (i % 2 ? read.y : read.x) * (r[c][i] * down);
-                o[c][i] *= (i % 2 ? readout.y : readout.x) * down;
+                r[c][i] = (i % 2 ? beta.y : beta.x) * v[c][i] - (i % 2 ? read.y : read.x) * r[c][i];
+                o[c][i] *= i % 2 ? readout.y : readout.x;
                 if (column + i / 2 * 8 < a.value_dim) seen(of_inter, o[c][i]);
             }
         }
         long long matrix = (long long)(first_chunk + step) * a.value_heads + head;
-        put_range(a, RANGE_INTER, matrix, part * WARPS + warp, of_inter, lane);
+        if (key_part == 0) put_range(a, RANGE_INTER, matrix, part * WARPS + warp, of_inter, lane);
 
         // v'^T
         float corrections[TILES][4] = {};
@@ -604,53 +634,55 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
         }
 
         // o^T
-        scales = scales_of<T>(corrections);
-        scale_up<T>(o, scales);
-        if (is_full(a.exponent_form)) {
+        if (key_part == 0) {
+            scales = scales_of<T>(corrections);
+            scale_up<T>(o, scales);
+            if (is_full(a.exponent_form)) {
 #pragma unroll
-            for (int c = 0; c < TILES; c += 2)
-                multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
-                                Layout::ROW_STRIDE, lane);
-        } else {
+                for (int c = 0; c < TILES; c += 2)
+                    multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
+                                    Layout::ROW_STRIDE, lane);
+            } else {
 #pragma unroll
-            for (int c = 0; c < TILES; c += 2)
-                multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
-                                Layout::ROW_STRIDE, lane, c);
-        }
-        scale_down<T>(o, scales);
-        // The warp's own columns of v have been read by all its lanes: the output is put in order in their place.
-        wait_for_warp();
+                for (int c = 0; c < TILES; c += 2)
+                    multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
+                                    Layout::ROW_STRIDE, lane, c);
+            }
+            scale_down<T>(o, scales);
+            // The columns of v have been read by all lanes that have a part in them: the output is put in order in their place.
+            wait_for_warp();
 #pragma unroll
-        for (int c = 0; c < TILES; c++)
+            for (int c = 0; c < TILES; c++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                v_tile[(c * 8 + pair + i % 2) * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8] = rounded<T>(o[c][i]);
-        wait_for_warp();
-        int n = first_chunk + step, rows;
-        long long row;
-        find_chunk<ROWS>(a, n, row, rows);
-        T* out = (T*)a.out + (row * a.value_heads + head) * a.value_dim + first_column + warp * 16;
-        int own_columns = columns - warp * 16;  // of the 16 those that exist
-        if (a.values_are_aligned) {
-            constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE, AT_ONCE = 32 / PIECES;
-            int at = lane % PIECES * PIECE, here = lane / PIECES;
-            if (at >= own_columns) rows = 0;
-            T *from = v_tile + here * Layout::VALUE_STRIDE + at, *to = out + here * value_stride + at;
+                for (int i = 0; i < 4; i++)
+                    v_tile[(c * 8 + pair + i % 2) * Layout::VALUE_STRIDE + lane / 4 + i / 2 * 8] = rounded<T>(o[c][i]);
+            wait_for_warp();
+            int n = first_chunk + step, rows;
+            long long row;
+            find_chunk<ROWS>(a, n, row, rows);
+            T* out = (T*)a.out + (row * a.value_heads + head) * a.value_dim + first_column + warp * 16;
+            int own_columns = columns - warp * 16;  // of the 16 those that exist
+            if (a.values_are_aligned) {
+                constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE, AT_ONCE = 32 / PIECES;
+                int at = lane % PIECES * PIECE, here = lane / PIECES;
+                if (at >= own_columns) rows = 0;
+                T *from = v_tile + here * Layout::VALUE_STRIDE + at, *to = out + here * value_stride + at;
 #pragma unroll 4
-            for (; here < ROWS; here += AT_ONCE, from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride)
-                if (here < rows) {
-                    *(float4*)to = *(const float4*)from;
-                    if (a.out_flag)
-                        for (int i = 0; i < PIECE; i++) seen(out_flag, value(from[i]));
-                }
-        } else {
+                for (; here < ROWS; here += AT_ONCE, from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride)
+                    if (here < rows) {
+                        *(float4*)to = *(const float4*)from;
+                        if (a.out_flag)
+                            for (int i = 0; i < PIECE; i++) seen(out_flag, value(from[i]));
+                    }
+            } else {
 #pragma unroll 1
-            for (int i = lane; i < rows * 16; i += 32)
-                if (i % 16 < own_columns) {
-                    T x = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
-                    out[i / 16 * value_stride + i % 16] = x;
-                    if (a.out_flag) seen(out_flag, value(x));
-                }
+                for (int i = lane; i < rows * 16; i += 32)
+                    if (i % 16 < own_columns) {
+                        T x = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
+                        out[i / 16 * value_stride + i % 16] = x;
+                        if (a.out_flag) seen(out_flag, value(x));
+                    }
+            }
         }
 
         // S^T
@@ -669,7 +701,7 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
 #pragma unroll
         for (int c = 0; c < TILES; c += 2)
             multiply<true>(state, left_of<T>(corrections[c], corrections[c + 1], scales.up),
-                           k_tile + c * 8 * Layout::KEY_STRIDE, Layout::KEY_STRIDE, lane);
+                           k_tile + c * 8 * Layout::KEY_STRIDE + first_key, Layout::KEY_STRIDE, lane);
         scale_down<T>(state, scales);
         if (a.limits_state) {
 #pragma unroll
@@ -682,10 +714,10 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
             for (int j = 0; j < STATE_TILES; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (j * 8 + pair + i % 2 < a.key_dim && column + i / 2 * 8 < a.value_dim)
+                    if (first_key + j * 8 + pair + i % 2 < a.key_dim && column + i / 2 * 8 < a.value_dim)
                         seen(of_state, state[j][i]);
         }
-        put_range(a, RANGE_STATE, matrix, part * WARPS + warp, of_state, lane);
+        put_range(a, RANGE_STATE, matrix, (part * KEY_PARTS + key_part) * WARPS + warp, of_state, lane);
         wait_for_block();
     }
 
@@ -693,11 +725,11 @@ __global__ void __launch_bounds__(32 * WARPS) chunk_scan(ChunkArguments a, int s
 #pragma unroll
     for (int j = 0; j < STATE_TILES; j++)
         for (int i = 0; i < 4; i++) {
-            int key = j * 8 + pair + i % 2, here = column + i / 2 * 8;
+            int key = first_key + j * 8 + pair + i % 2, here = column + i / 2 * 8;
             if (key >= a.key_dim || here >= a.value_dim) continue;
             a.state[(states + key) * a.value_dim + here] = state[j][i];
             if (a.state_flag) seen(state_flag, state[j][i]);
         }
-    if (a.out_flag) raise_flag(a.out_flag, out_flag, lane);
+    if (a.out_flag && key_part == 0) raise_flag(a.out_flag, out_flag, lane);
     if (a.state_flag) raise_flag(a.state_flag, state_flag, lane);
 }
