@@ -170,10 +170,13 @@ struct Exponents {
         float half = 0.5f * (float)ends;
         return kind == CUMSUM_FLOAT32 || kind == CUMSUM_SEGSUM ? half : narrowed(0.5f * narrowed((float)ends));
     }
+    // Whether D_ij is `usual_pair`: under the default policy, and the one to be quick under.
+    DEVICE bool is_usual() const { return form == DIFFERENCE_THEN_MASK && kind == CUMSUM_FLOAT64; }
+    DEVICE float usual_pair(int i, int j) const {
+        return j <= i ? exp2_of((float)((sums[i] - sums[j]) * 1.4426950408889634)) : 0.0f;
+    }
     // D_ij.
     DEVICE float pair(int i, int j) const {
-        if (form == DIFFERENCE_THEN_MASK && kind == CUMSUM_FLOAT64)  // the usual policy, asked for first
-            return j <= i ? exp2_of((float)((sums[i] - sums[j]) * 1.4426950408889634)) : 0.0f;
         if (form == DIFFERENCE_THEN_MASK || form == MASK_AFTER) return j <= i ? exp(difference(i, j)) : 0.0f;
         float mask = j <= i ? 1.0f : 0.0f, decay;
         if (is_factored()) {
@@ -329,12 +332,21 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
             if (thread < 4) factors[4 * ROWS + thread] = exponents.since_start(ROWS - 1, a.state_update);
         }
         // D in the place of L, element after element; then each lane makes L and P of those of its products.
+        int i = thread % ROWS;
+        if (exponents.is_usual()) {
+#pragma unroll 8
+            for (int j = thread / ROWS; j < ROWS; j += 2) {
+                float decay = exponents.usual_pair(i, j);
+                lower[j * Layout::LOWER + i] = decay;
+                seen(of_decay, decay);
+            }
+        } else {
 #pragma unroll 1
-        for (int at = thread; at < ROWS * ROWS; at += Layout::THREADS) {
-            int i = at % ROWS, j = at / ROWS;
-            float decay = is_whole || j <= i ? exponents.pair(i, j) : 0.0f;
-            if (is_whole || j <= i) lower[j * Layout::LOWER + i] = decay;
-            seen(of_decay, decay);
+            for (int j = thread / ROWS; j < ROWS; j += 2) {
+                float decay = exponents.pair(i, j);
+                lower[j * Layout::LOWER + i] = decay;
+                seen(of_decay, decay);
+            }
         }
         wait_for_block();
         T* intra = (T*)a.intra + matrix * ROWS * ROWS;
