@@ -649,7 +649,7 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
         if (key_part == 0) {
             scales = scales_of<T>(corrections);
             scale_up<T>(o, scales);
-            if (is_full(a.exponent_form)) {
+            if (a.exponent_form >= MULTIPLY_MASK) {  // v' may be NaN, and 0 times that has to show
 #pragma unroll
                 for (int c = 0; c < TILES; c += 2)
                     multiply<false>(o, left_of<T>(corrections[c], corrections[c + 1], scales.up), intra + c * 8,
