@@ -46,7 +46,7 @@ def planned(
     inputs: dict[str, Tensor], policy: NumericsPolicy | None = None, **changes: object
 ) -> tuple[Tensor, Tensor]:
     """The kernels by a plan that differs from the chosen one."""
-    plan = dataclasses.replace(triton_chunk.chosen(inputs["v"].dtype), **changes)
+    plan = dataclasses.replace(triton_chunk.chosen(inputs["v"].dtype, 64), **changes)
     named = {"initial_state": None, "cu_seqlens": None, **inputs}
     return triton_chunk.launched(**named, policy=policy or NumericsPolicy(), plan=plan)
 

@@ -43,7 +43,7 @@ CHUNKS = (16, 32, 64, 128)
 #: How products of fp32 are taken: three products of TF32 parts, as accurate as one of fp32.
 FP32_PRODUCTS = "tf32x3"
 #: The same of the products that form the inverse, for narrower inputs.
-INVERSE_PRODUCTS = {torch.bfloat16: ("tf32", "tf32"), torch.float16: ("tf32x3", "tf32x3")}
+INVERSE_PRODUCTS = {torch.bfloat16: ("float16", "float16"), torch.float16: ("tf32x3", "tf32x3")}
 
 
 def supports(call: Call) -> str | None:
@@ -128,23 +128,29 @@ class Plan:
 
     block         value channels of a program of the scan
     warps, stages its warps, and chunks in flight
+    ahead_stages  the same of the scan that runs ahead
     system_warps, system_registers
                   warps of the systems, and the most registers of a thread of theirs
+    members       value heads of a program of the systems, of one key head
     segment       most chunks of a segment
     bulk          tiles are moved by the copy engine where the call allows it (`tile_descriptor`), not by threads
     """
 
     block: int = 64
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
+    ahead_stages: int = 2
     system_warps: int = 4
     system_registers: int | None = None
+    members: int = 1
     segment: int = 1 << 30
     bulk: bool = True
 
 
-def chosen(dtype: torch.dtype) -> Plan:
-    return Plan(block=16, stages=1) if dtype == torch.float32 else Plan()
+def chosen(dtype: torch.dtype, chunk: int) -> Plan:
+    if dtype == torch.float32:
+        return Plan(block=16, stages=1, ahead_stages=1)
+    return Plan(block=32, stages=1, ahead_stages=1) if chunk == 128 else Plan()
 
 
 def run(
@@ -155,7 +161,7 @@ def run(
     """See `spec` for shapes. Emits the final state to `tap`, and raises the words of state and output in `flags`."""
     out, state = launched(
         q, k, v, log_decay=spec.limited_gates(log_decay, policy, spec.phase_of(q.shape[1])), beta=beta,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, plan=chosen(v.dtype),
+        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, plan=chosen(v.dtype, policy.chunk),
         flags=flags,
     )  # fmt: skip
     return library_form.finished(out, state, policy, tap, like=v)
@@ -192,15 +198,12 @@ def launched(
     factors = torch.empty(count, value_heads, chunk, 2, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, value_heads, value_dim, dtype=dtype, device=device)
     state = torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=device)
+    chained = triton_runs.is_chained(device)
     heads = min(32, max(16, triton.next_power_of_2(value_heads)))
     kernels.gates[count, triton.cdiv(value_heads, heads)](
         log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
-        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", num_warps=8,
-    )  # fmt: skip
-    kernels.systems[count, key_heads](
-        q, k, beta, layout.chunks, cumsum, system, score, *q.stride()[:3], *k.stride()[:3], *beta.stride(),
-        V=value_heads, GROUP=value_heads // key_heads, K=key_dim, BK=padded_key, C=chunk, LEAVES=leaves,
-        PRECISION=precision, DOT=dot, num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers,
+        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", CHAINED=chained,
+        num_warps=8,
     )  # fmt: skip
     blocks = triton.cdiv(value_dim, block)
     segments, ahead, spans = layout.segments.shape[0], layout.ahead.shape[0], layout.spans.shape[0]
@@ -219,15 +222,29 @@ def launched(
         is_bulk = None not in found
         tiles = tuple(found) if is_bulk else tiles
 
+    group = value_heads // key_heads
+    members = min(plan.members, group)
+    members = members if group % members == 0 else 1
+    q_tiles, k_tiles, _, system_tiles, score_tiles, *_ = tiles
+    kernels.systems[value_heads // members, count](
+        q_tiles, k_tiles, beta, layout.chunks, cumsum, system_tiles, score_tiles,
+        *q.stride()[:3], *k.stride()[:3], *beta.stride(),
+        V=value_heads, GROUP=group, MEMBERS=members, K=key_dim, BK=padded_key, C=chunk, LEAVES=leaves,
+        PRECISION=precision, DOT=dot, IS_BULK=is_bulk, CHAINED=chained, num_warps=plan.system_warps,
+        num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
+    )  # fmt: skip
+
     def scan(table: Tensor, blocks: int, is_ahead: bool) -> None:
+        stages = plan.ahead_stages if is_ahead else plan.stages
         *read, out_tiles = tiles
         kernels.scan[blocks, value_heads, table.shape[0]](
             *read, factors, table, state if initial is None else initial, ends, transitions, out_tiles,
             state, state if flags is None else flags,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block, C=chunk,
-            DOT=dot, STAGES=plan.stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead, IS_BULK=is_bulk,
-            HAS_FLAGS=flags is not None and not is_ahead, num_warps=plan.warps, num_stages=plan.stages,
+            V=value_heads, GROUP=group, K=key_dim, W=value_dim, BK=padded_key, BV=block, C=chunk,
+            DOT=dot, STAGES=stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead, IS_BULK=is_bulk,
+            HAS_FLAGS=flags is not None and not is_ahead, CHAINED=chained, num_warps=plan.warps, num_stages=stages,
+            launch_pdl=chained,
         )  # fmt: skip
 
     if ahead:
@@ -235,7 +252,7 @@ def launched(
     if spans:
         kernels.join_segments[blocks, value_heads, spans](
             ends, transitions, layout.spans, V=value_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block,
-            PRECISION="tf32x3", num_warps=8, num_stages=1,
+            PRECISION="tf32x3", CHAINED=chained, num_warps=8, num_stages=1, launch_pdl=chained,
         )  # fmt: skip
     scan(layout.segments, blocks, False)
     return out, state

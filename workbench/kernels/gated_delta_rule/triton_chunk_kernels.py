@@ -7,12 +7,15 @@ For a chunk of C rows with cumulative log decay G, D_ij = exp(G_i - G_j) for j <
 
 U = T v and W = T e^G k of the textbook form are never formed: T r = U - W S, for one product with T instead of two
 and nothing of size [C, K] in memory.
+
+Where CHAINED, a kernel is started while the one before it drains, and waits for its results just before it reads them.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workbench.kernels import flags_kernels, triton_runs
 
@@ -27,10 +30,12 @@ INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a b in fp32."""
+    """a b in fp32; under the precision `float16` of operands rounded to that."""
+    if PRECISION == "float16":
+        a, b = a.to(tl.float16), b.to(tl.float16)
     if INTERPRETED:  # Triton's interpreter would multiply the bits of bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision="tf32" if PRECISION == "float16" else PRECISION)
 
 
 @triton.jit
@@ -41,7 +46,7 @@ def merged(inverse, lower, half: tl.constexpr, rows, columns, PRECISION: tl.cons
     blocks have beside the smaller, X - X N X: exact, since N X N = 0 in each of them.
     """
     beside = (rows // (2 * half) == columns // (2 * half)) & (rows // half > columns // half)
-    right = product(tl.where(beside, lower, 0.0), inverse, PRECISION)
+    right = product(tl.where(beside, lower, tl.zeros_like(lower)), inverse, PRECISION)
     return inverse - product(inverse, right, PRECISION)
 
 
@@ -58,6 +63,8 @@ def unit_lower_inverse(lower, C: tl.constexpr, LEAVES: tl.constexpr, PRECISION: 
     block = tl.arange(0, count)
     on_diagonal = block[:, None, None, None] == block[None, None, :, None]
     leaves = tl.sum(tl.where(on_diagonal, tl.reshape(lower, [count, LEAF, count, LEAF]), 0.0), axis=2)
+    if PRECISION == "float16":
+        lower = lower.to(tl.float16)
     inverse = tl.where(i == j, 1.0, tl.where((i // 2 == j // 2) & (i > j), -leaves, 0.0))  # blocks of two rows
     inverse = merged(inverse, leaves, 2, i, j, LEAVES)
     inverse = merged(inverse, leaves, 4, i, j, LEAVES)
@@ -76,13 +83,15 @@ def unit_lower_inverse(lower, C: tl.constexpr, LEAVES: tl.constexpr, PRECISION: 
 @triton.jit
 def gates(
     g_ptr, chunks_ptr, cumsum_ptr, factor_ptr, g_batch, g_token, g_head,
-    V: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, WIDE_SUM: tl.constexpr,
+    V: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, WIDE_SUM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """G in base 2 as two fp32 numbers [N, V, 2, C]; e^G, e^{G_C - G} [N, V, C, 2]. A program is (chunk, HEADS heads).
 
     Rows past the end of a sequence have no decay. Differences of sums that are rounded to fp32 lose the small gates
     beside large ones: where WIDE_SUM the second number holds what rounding takes from the sum in fp64, else zero.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     chunk = tl.program_id(0).to(tl.int64)
     batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
     first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
@@ -111,41 +120,54 @@ def gates(
 def systems(
     q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, score_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, beta_batch, beta_token, beta_head,
-    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    V: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, IS_BULK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """T and P [N, V, C, C] in the dtype of q; a program is (chunk, key head).
+    """T and P [N, V, C, C] in the dtype of q; a program is (MEMBERS value heads of one key head, chunk).
 
     Rows past the end of a sequence have keys, queries and beta of zero: they write nothing.
     """
-    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first_head, chunk = tl.program_id(0) * MEMBERS, tl.program_id(1).to(tl.int64)
+    key_head = first_head // GROUP
     batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
     first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
     count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
     row, channel = tl.arange(0, C), tl.arange(0, BK)
-    is_row = row < count
-    is_entry = is_row[:, None] & (channel < K)[None, :]
-    k_ptrs = k_ptr + batch * k_batch + key_head * k_head + first * k_token + (row[:, None] * k_token + channel[None, :])
-    q_ptrs = q_ptr + batch * q_batch + key_head * q_head + first * q_token + (row[:, None] * q_token + channel[None, :])
-    k = tl.load(k_ptrs, mask=is_entry, other=0.0)
-    q = tl.load(q_ptrs, mask=is_entry, other=0.0)
+    if IS_BULK:
+        k = tl.reshape(k_ptr.load([batch.to(tl.int32), first.to(tl.int32), key_head * K]), [C, BK])
+        q = tl.reshape(q_ptr.load([batch.to(tl.int32), first.to(tl.int32), key_head * K]), [C, BK])
+    else:
+        is_entry = (row < count)[:, None] & (channel < K)[None, :]
+        k_rows = k_ptr + batch * k_batch + key_head * k_head + first * k_token
+        q_rows = q_ptr + batch * q_batch + key_head * q_head + first * q_token
+        k = tl.load(k_rows + (row[:, None] * k_token + channel[None, :]), mask=is_entry, other=0.0)
+        q = tl.load(q_rows + (row[:, None] * q_token + channel[None, :]), mask=is_entry, other=0.0)
     keys = product(k, tl.trans(k), DOT)
     queries = product(q, tl.trans(k), DOT)
     i, j = row[:, None], row[None, :]
-    for member in range(GROUP):
-        head = key_head * GROUP + member
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    for member in range(MEMBERS):
+        head = first_head + member
         place = chunk * V + head
         betas = beta_ptr + batch * beta_batch + head * beta_head + first * beta_token
         cumsum = cumsum_ptr + place * 2 * C
         difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
         decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
+        score = (queries * decay).to(q.dtype)
         beta = tl.load(betas + i * beta_token, mask=i < count, other=0.0).to(tl.float32)
         lower = tl.where(i > j, keys * decay * beta, 0.0)
+        if IS_BULK:
+            score_ptr.store([(place * C).to(tl.int32), 0], score)
+        else:
+            tl.store(score_ptr + place * C * C + (i * C + j), score)
         beta = tl.load(betas + j * beta_token, mask=j < count, other=0.0).to(tl.float32)
-        system = unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta
-        square = place * C * C + (i * C + j)
-        tl.store(score_ptr + square, (queries * decay).to(score_ptr.dtype.element_ty))
-        tl.store(system_ptr + square, system.to(system_ptr.dtype.element_ty))
+        system = (unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta).to(q.dtype)
+        if IS_BULK:
+            system_ptr.store([(place * C).to(tl.int32), 0], system)
+        else:
+            tl.store(system_ptr + place * C * C + (i * C + j), system)
 
 
 @triton.jit
@@ -175,7 +197,7 @@ def scan(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, HAS_INITIAL: tl.constexpr, IS_AHEAD: tl.constexpr,
-    IS_BULK: tl.constexpr, HAS_FLAGS: tl.constexpr,
+    IS_BULK: tl.constexpr, HAS_FLAGS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One segment of one value head, BV value channels of it: chunk after chunk, the state in registers, transposed.
 
@@ -210,6 +232,9 @@ def scan(
         is_transition = block >= tl.cdiv(W, BV)
         if is_transition:
             if entering >= 0:
+                if CHAINED:
+                    gdc_wait()
+                    gdc_launch_dependents()
                 return
             block -= tl.cdiv(W, BV)
             width = K
@@ -218,6 +243,9 @@ def scan(
     in_state = is_column[:, None] & is_channel[None, :]
     place_in_state = channel[None, :] * width + column[:, None]
 
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     state = tl.zeros([BV, BK], tl.float32)
     if is_transition:
         state = tl.where(column[:, None] == channel[None, :], 1.0, state)
@@ -307,11 +335,15 @@ def scan(
 def join_segments(
     ends_ptr, transition_ptr, spans_ptr,
     V: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ends [M, V, K, W] in place, from the second segment of a sequence to the last but one: S_r <- b_r + M_r S_{r-1}.
 
     b_r is what segment r comes to from nothing, M_r its transition; a program is (value channels, head, sequence).
     """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(spans_ptr + 2 * sequence)
     count = tl.load(spans_ptr + 2 * sequence + 1)
