@@ -25,8 +25,8 @@ cudaError_t scan(const ChunkArguments& a, int stages, cudaStream_t stream) {
 
 extern "C" {
 
-// Both kernels on a stream of the current device, blocks of the scan with `warps` (8 or 2) side by side, of which 2 share
-// out the keys too; 0 or a cudaError.
+// Both kernels on a stream of the current device; 0 or a cudaError. Blocks of the scan have `warps` side by side: 8, or
+// 2 of which each shares its columns with a second one.
 int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     auto prepare = chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;

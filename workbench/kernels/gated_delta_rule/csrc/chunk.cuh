@@ -9,12 +9,12 @@
 //     S <- e^(G_C) S + k^T (e^(G_C - G) o v')
 //
 // The scan holds S transposed, 16 value columns a warp, in registers: the state, r and v' are then left operands of the
-// next product as they stand, and no warp waits for another but for what is loaded. With KEY_PARTS 2 two warps share the
-// columns, each with half of the keys: they add up what they read of the state, and one of them makes the output.
+// next product as they stand, and no warp waits for another but for what is loaded. With KEY_PARTS 2 two warps share
+// their columns, each with half of the keys: they add up what they read of the state, and one makes the output.
 // Where rows of the solve are limited, chunk_prepare solves for u = inverse (beta v) and w = inverse (beta e^G k), and
 // the scan takes v' = u - w S.
 //
-// A build with BUILD_RANGES=1 also writes what range the values of each stage have, warp by warp; others have no trace of it.
+// A build with BUILD_RANGES=1 also writes what range the values of each stage have, warp by warp.
 //
 // Operands of a product are rounded to T, sums and state are fp32, G and its differences as the policy says.
 // Source: arXiv 2406.06484 section 3 (chunk form), arXiv 2412.06464 (scalar gate).
@@ -424,7 +424,9 @@ struct Stage {
     static constexpr int Q = ROWS * KEY_STRIDE, V = 2 * Q, INTRA = V + ROWS * VALUE_STRIDE;
     static constexpr int INVERSE = INTRA + ROWS * ROW_STRIDE;
     // The last tile is the inverse, or w.
-    ON_BOTH static constexpr int elements(bool limits_rows) { return INVERSE + ROWS * (limits_rows ? KEY_STRIDE : ROW_STRIDE); }
+    ON_BOTH static constexpr int elements(bool limits_rows) {
+        return INVERSE + ROWS * (limits_rows ? KEY_STRIDE : ROW_STRIDE);
+    }
     ON_BOTH static constexpr int bytes(bool limits_rows) {
         return elements(limits_rows) * (int)sizeof(T) + (4 * ROWS + 4) * (int)sizeof(float);
     }
@@ -455,9 +457,9 @@ DEVICE float scale_for(Bits32 magnitude) {
     return float_of((Bits32)(2 * 127 + 12 - (exponent < 87 ? 87 : exponent)) << 23);
 }
 
-// Factors of the two rows of a left operand that a lane has a part of, and their inverses. In Float16 they are powers of
-// two: a state beyond 65504, or one that has decayed to subnormal numbers, keeps its digits. 1 for the other types, whose
-// range is that of float.
+// Factors of the two rows of a left operand that a lane has a part of, and their inverses. In Float16 they are powers
+// of two: a state beyond 65504, or one that has decayed to subnormal numbers, keeps its digits. 1 for the other types,
+// whose range is that of float.
 struct Scales {
     float up[2], down[2];
 };
@@ -661,7 +663,7 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
                                     Layout::ROW_STRIDE, lane, c);
             }
             scale_down<T>(o, scales);
-            // The columns of v have been read by all lanes that have a part in them: the output is put in order in their place.
+            // The columns of v have been read by all lanes that need them: the output is put in order in their place.
             wait_for_warp();
 #pragma unroll
             for (int c = 0; c < TILES; c++)
@@ -678,14 +680,17 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
                 constexpr int PIECE = 16 / (int)sizeof(T), PIECES = 16 / PIECE, AT_ONCE = 32 / PIECES;
                 int at = lane % PIECES * PIECE, here = lane / PIECES;
                 if (at >= own_columns) rows = 0;
-                T *from = v_tile + here * Layout::VALUE_STRIDE + at, *to = out + here * value_stride + at;
+                const T* from = v_tile + here * Layout::VALUE_STRIDE + at;
+                T* to = out + here * value_stride + at;
 #pragma unroll 4
-                for (; here < ROWS; here += AT_ONCE, from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride)
+                for (; here < ROWS; here += AT_ONCE) {
                     if (here < rows) {
                         *(float4*)to = *(const float4*)from;
                         if (a.out_flag)
                             for (int i = 0; i < PIECE; i++) seen(out_flag, value(from[i]));
                     }
+                    from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride;
+                }
             } else {
 #pragma unroll 1
                 for (int i = lane; i < rows * 16; i += 32)

@@ -354,8 +354,8 @@ DEVICE void multiply(float (&tiles)[TILES][4], const Left<T>& left, const T* rig
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         int k = half * 8 + other * 2 + i;
-                        float a = value(IS_ROW_MAJOR ? right[k * stride + column] : right[column * stride + k]);
-                        float b = value(IS_ROW_MAJOR ? right[k * stride + column + 1] : right[(column + 1) * stride + k]);
+                        const T* at = IS_ROW_MAJOR ? right + k * stride + column : right + column * stride + k;
+                        float a = value(at[0]), b = value(at[IS_ROW_MAJOR ? 1 : stride]);
                         tiles[n][0] += upper[i] * a;
                         tiles[n][1] += upper[i] * b;
                         tiles[n][2] += lower[i] * a;

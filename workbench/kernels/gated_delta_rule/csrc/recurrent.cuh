@@ -2,8 +2,8 @@
 //
 //   S <- exp(g) S     u = beta (v - S^T k)     S <- S + k u^T     o = S^T q
 //
-// A block holds the state of 64 value columns of one sequence and value head in registers: a lane has 4 columns, half a
-// warp a key at a time, so 16 keys are read at once and each half warp has KEYS / 16 of them. Four blocks and more share a
+// A block holds the state of 64 value columns of one sequence and value head in registers: a lane has 4 columns, half
+// a warp a key at a time, so 16 keys are read at once and each half warp has KEYS / 16 of them. Several blocks share a
 // multiprocessor: some read a state while others write theirs. Only the two sums over keys cross warps.
 #pragma once
 #include "device.cuh"
