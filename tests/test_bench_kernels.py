@@ -424,7 +424,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert content["seeds"] == dict.fromkeys(cases, 5) and content["error_over_limit"] <= 1.0
     shown = capsys.readouterr()
     assert "torch_rms" in shown.out and "% of limit" in shown.out and "not timed: " in shown.out
-    assert "bench: 2 of 2" in shown.err
+    assert " s: 2 of 2: rms_norm, miniature, 2x4, float32" in shown.err
 
 
 def test_the_command_ends_with_a_fault_where_a_backend_is_wrong(operations, capsys):

@@ -137,11 +137,13 @@ def measure(
     trials = {"": first, **case.hard(device, seed)}
     expected = {name: case.expected(given) for name, given in trials.items()}
     served: dict[str, tuple[Kernels, Words | None]] = {}
+    say(f"{case.name}: the arbiter has {len(trials)} answers; {count} set{'' if count == 1 else 's'} of inputs")
     for side in sides:
         kernels, watch = side.kernels(), Words(device) if side.has_flags else None
         reason = _held(case, side, kernels, watch, trials, expected, result)
         if reason is None:
             served[side.label] = (kernels, watch)
+            say(f"{case.name}: {side.label}: right")
             if side.has_counts:
                 result.rows += _counts(case, side, kernels, first)
         else:

@@ -89,10 +89,14 @@ def run_suite(
     `measure` and `write_result` raise.
     """
     started, outcome = time.monotonic(), Outcome()
+
+    def tell(line: str) -> None:
+        say(f"{time.monotonic() - started:.1f} s: {line}")
+
     kept = None
     if folder is not None:
         measured = measured or commit(project or folder)
-        kept = Unfinished(folder, name, _told(settings, measured), say)
+        kept = Unfinished(folder, name, _told(settings, measured), tell)
     for number, entry in enumerate(entries, 1):
         case = entry.case
         if kept is not None and case.name in kept.done:
@@ -105,12 +109,14 @@ def run_suite(
         if dtype not in outcome.limits:
             found = outcome.limits[dtype] = measure_limits(settings.device, case.dtype)
             rate = found.rates[dtype]
-            say(f"{settings.device}: copy {1e-12 * found.bandwidth:.3g} TB/s, product in {dtype} {1e-12 * rate:.3g} TF")
+            tell(
+                f"{settings.device}: copy {1e-12 * found.bandwidth:.3g} TB/s, product in {dtype} {1e-12 * rate:.3g} TF"
+            )
         seed = secrets.randbits(31) if settings.seed is None else settings.seed
-        say(f"{number} of {len(entries)}, {time.monotonic() - started:.0f} s: {case.name}")
+        tell(f"{number} of {len(entries)}: {case.name}")
         found = measure(
             case, entry.sides, device=settings.device, limits=outcome.limits[dtype], seed=seed, rounds=settings.rounds,
-            clock=settings.clock, say=say,
+            clock=settings.clock, say=tell,
         )  # fmt: skip
         done = _kept(found, outcome.limits[dtype], seed)
         _take(outcome, case, done)
