@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ def planned(
     inputs: dict[str, Tensor], policy: NumericsPolicy | None = None, **changes: object
 ) -> tuple[Tensor, Tensor]:
     """The kernels by a plan that differs from the chosen one."""
-    plan = dataclasses.replace(triton_chunk.chosen(inputs["v"].dtype, 64), **changes)
-    named = {"initial_state": None, "cu_seqlens": None, **inputs}
-    return triton_chunk.launched(**named, policy=policy or NumericsPolicy(), plan=plan)
+    named, policy = {"initial_state": None, "cu_seqlens": None, **inputs}, policy or NumericsPolicy()
+    shapes = triton_chunk.Shapes.of(named["q"], named["v"], named["cu_seqlens"], policy)
+    plan = dataclasses.replace(shapes.plan(named["v"].dtype, named["v"].device), **changes)
+    return triton_chunk.launched(**named, policy=policy, plan=plan)
 
 
 def assert_near(found: tuple[Tensor, Tensor], inputs: dict[str, Tensor], factor: float = 1.0) -> None:
@@ -170,6 +172,23 @@ def test_flags_hold_the_largest_and_smallest_values(triton_device):  # noqa: F81
     inputs["v"][0, 66, 1, 3] = math.nan
     triton_chunk.run(**inputs, policy=NumericsPolicy(), flags=words)
     assert words.view(torch.float32).isnan().all()
+
+
+def test_the_path_says_how_a_call_is_split_and_moved(monkeypatch, triton_device):  # noqa: F811
+    inputs = cast(spec.example(batch=2, tokens=150, key_dim=16, value_dim=16), torch.float16, triton_device)
+    monkeypatch.setattr(triton_chunk, "_segment", lambda programs, chunks, device: 2)
+    policy = NumericsPolicy(chunk=16)
+    assert triton_chunk.path(**inputs, policy=policy).startswith("split into 10 segments of 2 chunks, tiles moved by ")
+    narrow = cast(spec.example(tokens=20, key_dim=5, value_dim=5), torch.float16, triton_device)
+    assert triton_chunk.path(**narrow, policy=policy) == "not split, 2 chunks, tiles moved by threads"
+    assert_near(triton_chunk.run(**inputs, policy=policy), inputs)
+
+
+@pytest.mark.parametrize("chunks", [4, 33, 256])
+def test_a_sequence_is_split_until_every_multiprocessor_has_two_programs(chunks, monkeypatch):
+    monkeypatch.setattr(triton_chunk, "_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    segment = triton_chunk._segment(64, chunks, torch.device("cuda"))
+    assert max(1, chunks // segment) == {4: 1, 33: 2, 256: 4}[chunks]
 
 
 def test_policies_that_it_cannot_honour_are_refused():

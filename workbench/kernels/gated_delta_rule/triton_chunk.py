@@ -90,21 +90,27 @@ class Layout:
     spans: Tensor
 
 
-@functools.lru_cache(maxsize=64)
-def layout_of(
-    bounds: tuple[int, ...] | None, batch: int, tokens: int, chunk: int, most: int, device: torch.device
-) -> Layout:
-    """The layout of packed sequences between `bounds`, or of `batch` rows of `tokens`; segments have `most` chunks."""
+Bounds = tuple[int, ...] | None
+
+
+def _places(bounds: Bounds, batch: int, tokens: int) -> list[tuple[int, int, int]]:
+    """(batch row, first token, end) of every sequence."""
     if bounds is None:
-        places = [(row, 0, tokens) for row in range(batch)]
-    else:
-        places = [(0, start, stop) for start, stop in itertools.pairwise(bounds)]
+        return [(row, 0, tokens) for row in range(batch)]
+    return [(0, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+@functools.lru_cache(maxsize=64)
+def layout_of(bounds: Bounds, batch: int, tokens: int, chunk: int, segment: int, device: torch.device) -> Layout:
+    """The layout of packed sequences between `bounds`, or of `batch` rows of `tokens`. Each has as many segments as
+    leave `segment` chunks to all of them, at least one; an empty one has a segment of no chunk, which hands on its
+    state."""
     chunks: list[tuple[int, ...]] = []
     segments: list[tuple[int, ...]] = []
     ahead, spans = [], []
-    for sequence, (row, start, stop) in enumerate(places):
+    for sequence, (row, start, stop) in enumerate(_places(bounds, batch, tokens)):
         count = -(-(stop - start) // chunk)
-        parts = max(1, -(-count // most))
+        parts = max(1, count // segment)
         if parts > 2:
             spans.append((len(segments), parts))
         for part in range(parts):
@@ -132,8 +138,8 @@ class Plan:
     system_warps, system_registers
                   warps of the systems, and the most registers of a thread of theirs
     members       value heads of a program of the systems, of one key head
-    segment       most chunks of a segment
-    bulk          tiles are moved by the copy engine where the call allows it (`tile_descriptor`), not by threads
+    segment       fewest chunks of a segment of a sequence that is split
+    bulk          tiles are moved by the copy engine where the call allows it (`is_bulk`), not by threads
     """
 
     block: int = 64
@@ -147,141 +153,232 @@ class Plan:
     bulk: bool = True
 
 
-def chosen(dtype: torch.dtype, chunk: int) -> Plan:
+#: Chunks below which a segment is not worth the scan ahead of it.
+LEAST_SEGMENT = 16
+
+
+def chosen(
+    dtype: torch.dtype, chunk: int, key_dim: int, value_dim: int, programs: int, chunks: int, device: torch.device
+) -> Plan:
+    """The plan of a call with `chunks` in all sequences together, for which scans of `programs` programs run side by
+    side: as few chunks in a segment as give every multiprocessor two programs."""
     if dtype == torch.float32:
-        return Plan(block=16, stages=1, ahead_stages=1)
-    return Plan(block=32, stages=1, ahead_stages=1) if chunk == 128 else Plan()
+        return Plan(
+            block=16, stages=1, ahead_stages=1, segment=_segment(programs * -(-value_dim // 16), chunks, device)
+        )
+    key, value = padded(key_dim), min(64, padded(value_dim))
+    bytes_of_stage = 2 * chunk * (2 * key + 2 * chunk + value) + 8 * chunk
+    stages = max(1, min(3, _shared_memory(device) // bytes_of_stage))
+    return Plan(
+        block=value, warps=4 if key <= 128 else 8, stages=stages, ahead_stages=min(2, stages),
+        segment=_segment(programs * -(-value_dim // value), chunks, device),
+    )  # fmt: skip
+
+
+def _segment(programs: int, chunks: int, device: torch.device) -> int:
+    """Fewest chunks of a segment so that `programs` for every chunk fill the multiprocessors twice."""
+    if device.type != "cuda":
+        return 1 << 30
+    return max(LEAST_SEGMENT, -(-chunks * programs // (2 * _properties(device).multi_processor_count)))
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have for tiles."""
+    return (_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232448) - 8192
+
+
+def padded(size: int) -> int:
+    """Channels of a tile: a power of two from 16 on, as tensor cores take them."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Sizes of a call."""
+
+    batch: int
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, policy: NumericsPolicy) -> Shapes:
+        batch, tokens, key_heads, key_dim = q.shape
+        bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
+        chunk = CHUNKS[0] if tokens == 1 else min(policy.chunk, padded(tokens))
+        return cls(
+            batch, tokens, key_heads, v.shape[2], key_dim, v.shape[3], chunk,
+            None if bounds is None else tuple(bounds),
+        )  # fmt: skip
+
+    @property
+    def sequences(self) -> int:
+        return self.batch if self.bounds is None else len(self.bounds) - 1
+
+    def plan(self, dtype: torch.dtype, device: torch.device) -> Plan:
+        chunks = sum(
+            -(-(stop - start) // self.chunk) for _, start, stop in _places(self.bounds, self.batch, self.tokens)
+        )
+        return chosen(dtype, self.chunk, self.key_dim, self.value_dim, self.value_heads, chunks, device)
+
+    def layout(self, plan: Plan, device: torch.device) -> Layout:
+        return layout_of(self.bounds, self.batch, self.tokens, self.chunk, plan.segment, device)
+
+
+def path(q: Tensor, k: Tensor, v: Tensor, *, policy: NumericsPolicy, cu_seqlens: Tensor | None = None, **_: Any) -> str:
+    """``split into 4 segments of 64 chunks, tiles moved by the copy engine``."""
+    shapes = Shapes.of(q, v, cu_seqlens, policy)
+    plan = shapes.plan(v.dtype, v.device)
+    layout = shapes.layout(plan, v.device)
+    segments, chunks = layout.segments.shape[0], layout.chunks.shape[0]
+    parts = f"split into {segments} segments of" if segments > shapes.sequences else "not split,"
+    average = -(-chunks // segments) if segments > shapes.sequences else chunks
+    mover = "the copy engine" if is_bulk(plan, shapes, q, k, v) else "threads"
+    return f"{parts} {average} chunk{'' if average == 1 else 's'}, tiles moved by {mover}"
 
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None,
-    flags: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None, flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `spec` for shapes. Emits the final state to `tap`, and raises the words of state and output in `flags`."""
     out, state = launched(
         q, k, v, log_decay=spec.limited_gates(log_decay, policy, spec.phase_of(q.shape[1])), beta=beta,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, plan=chosen(v.dtype, policy.chunk),
-        flags=flags,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, flags=flags,
     )  # fmt: skip
     return library_form.finished(out, state, policy, tap, like=v)
 
 
 def launched(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, policy: NumericsPolicy, plan: Plan,
-    flags: Tensor | None = None,
+    cu_seqlens: Tensor | None, policy: NumericsPolicy, plan: Plan | None = None, flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`run` by a given plan; gates as they are."""
-    import triton
-
+    """`run` with gates as they are, by a given plan or the chosen one."""
     from workbench.kernels.gated_delta_rule import triton_chunk_kernels as kernels
 
-    batch, tokens, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
     dtype, device = v.dtype, v.device
-    bounds = spec.sequence_bounds(batch, tokens, cu_seqlens)
-    chunk = min(policy.chunk if tokens > 1 else CHUNKS[0], max(CHUNKS[0], triton.next_power_of_2(tokens)))
-    layout = layout_of(None if bounds is None else tuple(bounds), batch, tokens, chunk, plan.segment, device)
-    sequences = batch if bounds is None else len(bounds) - 1
-    q, k, v, log_decay, beta = (channels_adjacent(x) for x in (q.to(dtype), k.to(dtype), v, log_decay, beta))
+    shapes = Shapes.of(q, v, cu_seqlens, policy)
+    plan = plan or shapes.plan(dtype, device)
+    layout = shapes.layout(plan, device)
+    chunk, heads, key_dim, value_dim = shapes.chunk, shapes.value_heads, shapes.key_dim, shapes.value_dim
+    q, k, v = (readable(x, dtype) for x in (q, k, v))
     initial = None if initial_state is None else initial_state.to(torch.float32).contiguous()
 
-    count, padded_key = layout.chunks.shape[0], max(16, triton.next_power_of_2(key_dim))
-    block = min(plan.block, max(16, triton.next_power_of_2(value_dim)))
-    leaves, precision = INVERSE_PRODUCTS.get(dtype, (FP32_PRODUCTS, FP32_PRODUCTS))
-    dot = FP32_PRODUCTS if dtype == torch.float32 else "tf32"
-    system, score = (
-        torch.empty(count, value_heads, chunk, chunk, dtype=dtype, device=device) for _ in range(2)
-    )  # fmt: skip
-    cumsum = torch.empty(count, value_heads, 2, chunk, dtype=torch.float32, device=device)
-    factors = torch.empty(count, value_heads, chunk, 2, dtype=torch.float32, device=device)
-    out = torch.empty(batch, tokens, value_heads, value_dim, dtype=dtype, device=device)
-    state = torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=device)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    count, segments, ahead, spans = (x.shape[0] for x in (layout.chunks, layout.segments, layout.ahead, layout.spans))
+    cumsum, factors = empty(count, heads, 2, chunk), empty(count, heads, chunk, 2)
+    system, score = (empty(count, heads, chunk, chunk, dtype=dtype) for _ in range(2))
+    out = empty(shapes.batch, shapes.tokens, heads, value_dim, dtype=dtype)
+    state = empty(shapes.sequences, heads, key_dim, value_dim)
+    ends = empty(segments, heads, key_dim, value_dim) if ahead else state  # not read where nothing runs ahead
+    transitions = empty(segments, heads, key_dim, key_dim) if spans else state
+
+    block = min(plan.block, padded(value_dim))
+    blocks = -(-value_dim // block)
+    group = heads // shapes.key_heads
+    members = plan.members if group % plan.members == 0 else 1
+    at_once = min(32, padded(heads))  # heads of a program of the gates
+    leaves, inverse = INVERSE_PRODUCTS.get(dtype, (FP32_PRODUCTS, FP32_PRODUCTS))
+    products = FP32_PRODUCTS if dtype == torch.float32 else "tf32"  # no matter for narrower operands
     chained = triton_runs.is_chained(device)
-    heads = min(32, max(16, triton.next_power_of_2(value_heads)))
-    kernels.gates[count, triton.cdiv(value_heads, heads)](
-        log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
-        V=value_heads, HEADS=heads, C=chunk, WIDE_SUM=policy.cumsum == "float64", CHAINED=chained,
-        num_warps=8,
-    )  # fmt: skip
-    blocks = triton.cdiv(value_dim, block)
-    segments, ahead, spans = layout.segments.shape[0], layout.ahead.shape[0], layout.spans.shape[0]
-    ends = transitions = state  # not read without segments ahead
-    if ahead:
-        ends = torch.empty(segments, value_heads, key_dim, value_dim, dtype=torch.float32, device=device)
-    if spans:
-        transitions = torch.empty(segments, value_heads, key_dim, key_dim, dtype=torch.float32, device=device)
-
+    by_copy_engine = is_bulk(plan, shapes, q, k, v)
     tiles: tuple[Any, ...] = (q, k, v, system, score, factors, out)
-    is_bulk = plan.bulk and value_dim % block == 0 and key_dim == padded_key and are_whole(bounds, chunk)
-    if is_bulk:
+    if by_copy_engine:
         keys, values, square = (1, chunk, key_dim), (1, chunk, block), (chunk, chunk)
-        shapes = (keys, keys, values, square, square, (1, 2 * chunk), values)
-        found = [tile_descriptor(x, shape) for x, shape in zip(tiles, shapes, strict=True)]
-        is_bulk = None not in found
-        tiles = tuple(found) if is_bulk else tiles
+        sizes = (keys, keys, values, square, square, (1, 2 * chunk), values)
+        tiles = tuple(tile_descriptor(x, size) for x, size in zip(tiles, sizes, strict=True))
+    q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factor_tiles, out_tiles = tiles
+    of_all = {"V": heads, "C": chunk, "CHAINED": chained}
+    of_products = {
+        **of_all, "GROUP": group, "K": key_dim, "BK": padded(key_dim), "DOT": products, "IS_BULK": by_copy_engine,
+    }  # fmt: skip
 
-    group = value_heads // key_heads
-    members = min(plan.members, group)
-    members = members if group % members == 0 else 1
-    q_tiles, k_tiles, _, system_tiles, score_tiles, *_ = tiles
-    kernels.systems[value_heads // members, count](
+    kernels.gates[count, -(-heads // at_once)](
+        log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
+        HEADS=at_once, WIDE_SUM=policy.cumsum == "float64", **of_all, num_warps=8,
+    )  # fmt: skip
+    kernels.systems[heads // members, count](
         q_tiles, k_tiles, beta, layout.chunks, cumsum, system_tiles, score_tiles,
         *q.stride()[:3], *k.stride()[:3], *beta.stride(),
-        V=value_heads, GROUP=group, MEMBERS=members, K=key_dim, BK=padded_key, C=chunk, LEAVES=leaves,
-        PRECISION=precision, DOT=dot, IS_BULK=is_bulk, CHAINED=chained, num_warps=plan.system_warps,
-        num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
+        MEMBERS=members, LEAVES=leaves, PRECISION=inverse, **of_products,
+        num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
     )  # fmt: skip
 
     def scan(table: Tensor, blocks: int, is_ahead: bool) -> None:
         stages = plan.ahead_stages if is_ahead else plan.stages
-        *read, out_tiles = tiles
-        kernels.scan[blocks, value_heads, table.shape[0]](
-            *read, factors, table, state if initial is None else initial, ends, transitions, out_tiles,
-            state, state if flags is None else flags,
+        kernels.scan[blocks, heads, table.shape[0]](
+            q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factor_tiles, factors, table,
+            state if initial is None else initial, ends, transitions, out_tiles, state,
+            layout.chunks if flags is None else flags,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            V=value_heads, GROUP=group, K=key_dim, W=value_dim, BK=padded_key, BV=block, C=chunk,
-            DOT=dot, STAGES=stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead, IS_BULK=is_bulk,
-            HAS_FLAGS=flags is not None and not is_ahead, CHAINED=chained, num_warps=plan.warps, num_stages=stages,
-            launch_pdl=chained,
+            W=value_dim, BV=block, STAGES=stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead,
+            HAS_FLAGS=flags is not None and not is_ahead, **of_products,
+            num_warps=plan.warps, num_stages=stages, launch_pdl=chained,
         )  # fmt: skip
 
     if ahead:
-        scan(layout.ahead, blocks + (triton.cdiv(key_dim, block) if spans else 0), True)
+        scan(layout.ahead, blocks + (-(-key_dim // block) if spans else 0), True)
     if spans:
-        kernels.join_segments[blocks, value_heads, spans](
-            ends, transitions, layout.spans, V=value_heads, K=key_dim, W=value_dim, BK=padded_key, BV=block,
-            PRECISION="tf32x3", CHAINED=chained, num_warps=8, num_stages=1, launch_pdl=chained,
+        kernels.join_segments[blocks, heads, spans](
+            ends, transitions, layout.spans,
+            K=key_dim, W=value_dim, BK=padded(key_dim), BV=block, PRECISION="tf32x3", V=heads, CHAINED=chained,
+            num_warps=8, num_stages=1, launch_pdl=chained,
         )  # fmt: skip
     scan(layout.segments, blocks, False)
     return out, state
 
 
-def are_whole(bounds: list[int] | None, chunk: int) -> bool:
-    """Whether no tile of a chunk reaches into the next sequence: the copy engine knows the end of a batch row alone."""
-    return bounds is None or all((stop - start) % chunk == 0 for start, stop in itertools.pairwise(bounds[:-1]))
+def is_bulk(plan: Plan, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the copy engine can move the tiles of a call: it takes whole tiles, from addresses and in steps of 16
+    bytes, and knows of no end but that of a batch row, so that no tile may reach into the next packed sequence."""
+    bounds, block = shapes.bounds, min(plan.block, padded(shapes.value_dim))
+    return (
+        plan.bulk
+        and (triton_runs.is_chained(v.device) or v.device.type == "cpu")  # from the same capability on
+        and shapes.value_dim % block == 0
+        and shapes.key_dim == padded(shapes.key_dim)
+        and (
+            bounds is None or all((stop - start) % shapes.chunk == 0 for start, stop in itertools.pairwise(bounds[:-1]))
+        )
+        and all(_in_steps(x, v.dtype) for x in (q, k, v))
+    )
 
 
-def tile_descriptor(x: Tensor, shape: tuple[int, ...]) -> Any | None:
-    """What the copy engine needs to know of [B, T, heads, channels], or of [..., C, C], for tiles of `shape`.
+def _in_steps(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether [B, T, heads, channels] lies in memory as [B, T, heads * channels] in steps of 16 bytes; a copy does."""
+    if x.dtype != dtype or x.stride(-1) != 1:
+        return True
+    step = 16 // x.element_size()
+    together = x.shape[2] == 1 or x.stride(2) == x.shape[3]
+    apart = x.stride(1) % step == 0 and (x.shape[0] == 1 or x.stride(0) % step == 0)
+    return together and apart and x.data_ptr() % 16 == 0
 
-    [B, T, heads * channels] or [..., C] are its axes. None where it cannot: it takes addresses and strides of 16 bytes.
-    """
+
+def tile_descriptor(x: Tensor, size: tuple[int, ...]) -> Any:
+    """What the copy engine needs to know of x for tiles of `size`: [B, T, heads, channels] is [B, T, heads * channels]
+    to it, and anything else rows of a tile's width."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    if len(shape) == 2:
-        rows = x.view(-1, shape[-1])
-    elif x.stride(2) != x.shape[3] * x.stride(3) and x.shape[2] > 1:
-        return None
+    if len(size) == 2:
+        rows = x.view(-1, size[-1])
     else:
-        batch = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
+        batch = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)  # of one row any stride may be told
         rows = x.as_strided((*x.shape[:2], x.shape[2] * x.shape[3]), (batch, x.stride(1), 1))
-    if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in rows.stride()[:-1]):
-        return None
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(shape))
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(size))
 
 
-def channels_adjacent(x: Tensor) -> Tensor:
-    """`x` where its last axis is adjacent in memory, else a copy; the other strides are passed to the kernels."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` where it has this dtype and its last axis is adjacent in memory, else a copy in the order of its axes; the
+    other strides are passed to the kernels."""
+    return x if x.dtype == dtype and x.stride(-1) == 1 else x.to(dtype).contiguous()
