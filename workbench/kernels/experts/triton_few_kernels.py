@@ -1,6 +1,7 @@
 """The kernels of `triton_few`: the products of a few tokens with the experts hit, bound by the memory of the weights.
 
-Pair p = token * A + rank. Two ways, both deterministic and without sorting. By pair: each pair reads the matrices of
+Pair p = token * A + rank; `hidden` is held times the weight of its pair, so that the second product sums over the
+experts as well. Two ways, both deterministic and without sorting. By pair: each pair reads the matrices of
 its expert and multiplies them in float32 (`gate_up_of_pair_kernel`, `down_of_token_kernel`). By expert: each expert
 hit is read once, for the tokens that chose it, on tensor cores (`gate_up_of_expert_kernel`, `down_of_expert_kernel`,
 `sum_of_pairs_kernel`).
@@ -37,46 +38,47 @@ def swiglu(gate, up):
 
 @triton.jit
 def gate_up_of_pair_kernel(
-    x_ptr, experts_ptr, gate_up_ptr, hidden_ptr,
+    x_ptr, weights_ptr, experts_ptr, gate_up_ptr, hidden_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHAINED: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """hidden[p] = silu(gate[e] x_t) * (up[e] x_t), e = experts[p]; a program has ROWS values of one pair.
+    """hidden[p] = weights[p] * silu(gate[e] x_t) * (up[e] x_t), e = experts[p]; a program has ROWS values of one pair.
 
-    x [tokens, D]; experts [tokens, A] int64; gate_up [E, 2 I, D]; hidden [tokens * A, I]
+    x [tokens, D]; weights, experts (int64) [tokens, A]; gate_up [E, 2 I, D]; hidden [tokens * A, I]
     """
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    weights_ptr = gate_up_ptr + tl.load(experts_ptr + pair) * (2 * I * D)
+    expert_ptr = gate_up_ptr + tl.load(experts_ptr + pair) * (2 * I * D)
+    share = tl.load(weights_ptr + pair).to(tl.float32)
     gate = tl.zeros([ROWS, DEPTH], tl.float32)
     up = tl.zeros([ROWS, DEPTH], tl.float32)
     for start in tl.static_range(0, D, DEPTH):
         channel = start + tl.arange(0, DEPTH)
-        place = weights_ptr + row[:, None] * D + channel[None, :]
+        place = expert_ptr + row[:, None] * D + channel[None, :]
         is_inside = (row < I)[:, None] & (channel < D)[None, :]
-        gate_weight = tl.load(place, mask=is_inside, other=0.0)
-        up_weight = tl.load(place + I * D, mask=is_inside, other=0.0)
+        gate_weight = tl.load(place, mask=is_inside, other=0.0, cache_modifier=CACHE)
+        up_weight = tl.load(place + I * D, mask=is_inside, other=0.0, cache_modifier=CACHE)
         x = tl.load(x_ptr + (pair // A) * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
         gate += gate_weight.to(tl.float32) * x
         up += up_weight.to(tl.float32) * x
-    hidden = swiglu(tl.sum(gate, 1), tl.sum(up, 1))
+    hidden = swiglu(tl.sum(gate, 1), tl.sum(up, 1)) * share
     tl.store(hidden_ptr + pair * I + row, hidden.to(hidden_ptr.dtype.element_ty), mask=row < I)
 
 
 @triton.jit
 def down_of_token_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, down_ptr, out_ptr, flags_ptr,
+    hidden_ptr, experts_ptr, down_ptr, out_ptr, flags_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
     RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr,
+    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """out[t] = sum_a weights[t, a] * down[e] hidden[t * A + a]; a program has COLUMNS values of one token.
+    """out[t] = sum_a down[e] hidden[t * A + a], e = experts[t, a]; a program has COLUMNS values of one token.
 
-    hidden [tokens * A, I]; experts [tokens, A] int64; weights [tokens, A]; down [E, D, I]; out [tokens, D]; RANKS is A
-    rounded up to a power of two. With EARLY weights of the experts are read before the wait.
+    hidden [tokens * A, I]; experts [tokens, A] int64; down [E, D, I]; out [tokens, D]; RANKS is A rounded up to a
+    power of two. With EARLY weights of the experts are read before the wait.
     """
     if CHAINED and not EARLY:
         gdc_wait()
@@ -91,7 +93,7 @@ def down_of_token_kernel(
         channel = start + tl.arange(0, DEPTH)
         place = expert[:, None, None] * (D * I) + column[None, :, None] * I + channel[None, None, :]
         is_inside = is_rank[:, None, None] & (column < D)[None, :, None] & (channel < I)[None, None, :]
-        weight = tl.load(down_ptr + place, mask=is_inside, other=0.0)
+        weight = tl.load(down_ptr + place, mask=is_inside, other=0.0, cache_modifier=CACHE)
         if CHAINED and EARLY and start == 0:
             gdc_wait()
             gdc_launch_dependents()
@@ -100,8 +102,7 @@ def down_of_token_kernel(
             mask=is_rank[:, None, None] & (channel < I)[None, None, :], other=0.0,
         )  # fmt: skip
         products += weight.to(tl.float32) * hidden.to(tl.float32)
-    share = tl.load(weights_ptr + token * A + rank, mask=is_rank, other=0.0).to(tl.float32)
-    out = tl.sum(tl.sum(products, 2) * share[:, None], 0).to(out_ptr.dtype.element_ty)
+    out = tl.sum(tl.sum(products, 0), 1).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=column < D)
     if RAISES_FLAGS:
         raise_words(flags_ptr, 0, tl.where(column < D, out, 0.0))
@@ -133,15 +134,15 @@ def tokens_of_slot(
 
 @triton.jit
 def gate_up_of_expert_kernel(
-    x_ptr, experts_ptr, gate_up_ptr, hidden_ptr, tokens,
+    x_ptr, weights_ptr, experts_ptr, gate_up_ptr, hidden_ptr, tokens,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
     TOKENS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BY_EXPERT: tl.constexpr, TRANSPOSED: tl.constexpr, CHAINED: tl.constexpr,
+    BY_EXPERT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """As `gate_up_of_pair_kernel`; a program has ROWS values of all pairs of one expert, see `tokens_of_slot`.
 
-    TOKENS is the number of tokens rounded up to a power of two, at least 16. TRANSPOSED makes the weights the left
-    operand of the products.
+    TOKENS is the number of tokens rounded up to a power of two, at least 16. The weights are the left operand: they
+    have enough rows for the widest instructions, the tokens do not.
     """
     if CHAINED:
         gdc_wait()
@@ -150,107 +151,73 @@ def gate_up_of_expert_kernel(
     if serves:
         token = tl.arange(0, TOKENS)
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        weights_ptr = gate_up_ptr + expert * (2 * I * D)
-        if TRANSPOSED:
-            gate = tl.zeros([ROWS, TOKENS], tl.float32)
-            up = tl.zeros([ROWS, TOKENS], tl.float32)
-        else:
-            gate = tl.zeros([TOKENS, ROWS], tl.float32)
-            up = tl.zeros([TOKENS, ROWS], tl.float32)
+        gate = tl.zeros([ROWS, TOKENS], tl.float32)
+        up = tl.zeros([ROWS, TOKENS], tl.float32)
         for start in tl.range(0, D, DEPTH, num_stages=STAGES):
             channel = start + tl.arange(0, DEPTH)
             is_channel = (channel < D)[None, :]
-            place = weights_ptr + row[:, None] * D + channel[None, :]
+            place = gate_up_ptr + expert * (2 * I * D) + row[:, None] * D + channel[None, :]
             is_inside = (row < I)[:, None] & is_channel
             gate_weight = tl.load(place, mask=is_inside, other=0.0)
             up_weight = tl.load(place + I * D, mask=is_inside, other=0.0)
             x = tl.load(x_ptr + token[:, None] * D + channel[None, :], mask=is_hit[:, None] & is_channel, other=0.0)
-            if TRANSPOSED:
-                gate = add_product(gate, gate_weight, x)
-                up = add_product(up, up_weight, x)
-            else:
-                gate = add_product(gate, x, gate_weight)
-                up = add_product(up, x, up_weight)
-        hidden = swiglu(gate, up)
-        if TRANSPOSED:
-            hidden = tl.trans(hidden)
+            gate = add_product(gate, gate_weight, x)
+            up = add_product(up, up_weight, x)
+        share = tl.load(weights_ptr + pair, mask=is_hit, other=0.0).to(tl.float32)
+        hidden = swiglu(gate, up) * share[None, :]
         tl.store(
-            hidden_ptr + pair[:, None] * I + row[None, :], hidden.to(hidden_ptr.dtype.element_ty),
-            mask=is_hit[:, None] & (row < I)[None, :],
+            hidden_ptr + pair[None, :] * I + row[:, None], hidden.to(hidden_ptr.dtype.element_ty),
+            mask=is_hit[None, :] & (row < I)[:, None],
         )  # fmt: skip
 
 
 @triton.jit
 def down_of_expert_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, down_ptr, weighted_ptr, tokens,
+    hidden_ptr, experts_ptr, down_ptr, products_ptr, tokens,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
     TOKENS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BY_EXPERT: tl.constexpr, TRANSPOSED: tl.constexpr, PREFETCH: tl.constexpr, CHAINED: tl.constexpr,
+    BY_EXPERT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """weighted[p] = weights[p] * down[e] hidden[p] in float32, weighted [tokens * A, D]; COLUMNS values of one expert.
+    """products[p] = down[e] hidden[p]; a program has COLUMNS values of all pairs of one expert, see `tokens_of_slot`.
 
-    With PREFETCH the block of down is asked into the L2 cache before the wait.
+    products [tokens * A, D] float32
     """
     expert, serves, is_hit, pair = tokens_of_slot(experts_ptr, tl.program_id(1), tokens, A, TOKENS, RANKS, BY_EXPERT)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    weights_of_expert = down_ptr + expert * (D * I)
     if CHAINED:
-        if PREFETCH and serves:
-            line: tl.constexpr = 128 // (down_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            lines: tl.constexpr = (I + line - 1) // line
-            for start in tl.static_range(0, lines, 8):
-                at = (start + tl.arange(0, 8)) * line
-                place = weights_of_expert + tl.minimum(column, D - 1)[:, None] * I + tl.minimum(at, I - 1)[None, :]
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-                )
         gdc_wait()
         gdc_launch_dependents()
     if serves:
-        if TRANSPOSED:
-            product = tl.zeros([COLUMNS, TOKENS], tl.float32)
-        else:
-            product = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        product = tl.zeros([COLUMNS, TOKENS], tl.float32)
         for start in tl.range(0, I, DEPTH, num_stages=STAGES):
             channel = start + tl.arange(0, DEPTH)
             is_channel = (channel < I)[None, :]
-            weight = tl.load(
-                weights_of_expert + column[:, None] * I + channel[None, :],
-                mask=(column < D)[:, None] & is_channel, other=0.0,
-            )  # fmt: skip
-            hidden = tl.load(
-                hidden_ptr + pair[:, None] * I + channel[None, :], mask=is_hit[:, None] & is_channel, other=0.0
-            )
-            if TRANSPOSED:
-                product = add_product(product, weight, hidden)
-            else:
-                product = add_product(product, hidden, weight)
-        if TRANSPOSED:
-            product = tl.trans(product)
-        share = tl.load(weights_ptr + pair, mask=is_hit, other=0.0).to(tl.float32)
-        tl.store(
-            weighted_ptr + pair[:, None] * D + column[None, :], product * share[:, None],
-            mask=is_hit[:, None] & (column < D)[None, :],
-        )  # fmt: skip
+            place = down_ptr + expert * (D * I) + column[:, None] * I + channel[None, :]
+            weight = tl.load(place, mask=(column < D)[:, None] & is_channel, other=0.0)
+            place = hidden_ptr + pair[:, None] * I + channel[None, :]
+            hidden = tl.load(place, mask=is_hit[:, None] & is_channel, other=0.0)
+            product = add_product(product, weight, hidden)
+        place = products_ptr + pair[None, :] * D + column[:, None]
+        tl.store(place, product, mask=is_hit[None, :] & (column < D)[:, None])
 
 
 @triton.jit
 def sum_of_pairs_kernel(
-    weighted_ptr, out_ptr, flags_ptr,
+    products_ptr, out_ptr, flags_ptr,
     A: tl.constexpr, D: tl.constexpr,
     RANKS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum_a weighted[t * A + a], the ranks in a fixed order; a program has COLUMNS values of one token."""
+    """out[t] = sum_a products[t * A + a], the ranks in a fixed order; a program has COLUMNS values of one token."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(1)
     rank = tl.arange(0, RANKS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    weighted = tl.load(
-        weighted_ptr + (token * A + rank) * D + column[None, :], mask=(rank < A) & (column < D)[None, :], other=0.0
+    products = tl.load(
+        products_ptr + (token * A + rank) * D + column[None, :], mask=(rank < A) & (column < D)[None, :], other=0.0
     )
-    out = tl.sum(weighted, 0).to(out_ptr.dtype.element_ty)
+    out = tl.sum(products, 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=column < D)
     if RAISES_FLAGS:
         raise_words(flags_ptr, 0, out)
