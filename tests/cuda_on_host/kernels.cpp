@@ -40,7 +40,7 @@ extern "C" {
 int launch_chunks(const ChunkArguments* a, int warps, int stages, void* seed) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     unsigned order = (unsigned)(unsigned long long)seed;
-    launch(a->chunks, a->key_heads, Layout::THREADS, Layout::bytes(a->u != nullptr), order,
+    launch(a->chunks, a->value_heads, Layout::THREADS, Layout::bytes(), order,
            [=] { chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>(*a); });
     if (warps == 8)
         scan<8, 1>(*a, stages, order);

@@ -30,10 +30,10 @@ extern "C" {
 int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     auto prepare = chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
-    int bytes = Layout::bytes(a->u != nullptr);
+    int bytes = Layout::bytes();
     if (a->chunks > 0) {
         if (cudaError_t error = allow(prepare, bytes)) return error;
-        prepare<<<dim3(a->chunks, a->key_heads), Layout::THREADS, bytes, (cudaStream_t)stream>>>(*a);
+        prepare<<<dim3(a->chunks, a->value_heads), Layout::THREADS, bytes, (cudaStream_t)stream>>>(*a);
         if (cudaError_t error = cudaGetLastError()) return error;
     }
     return warps == 8 ? scan<8, 1>(*a, stages, (cudaStream_t)stream) : scan<2, 2>(*a, stages, (cudaStream_t)stream);

@@ -2,7 +2,7 @@
 //
 // With G the cumulative log decay inside a chunk and D_ij = exp(G_i - G_j) for j <= i, 0 above:
 //
-//   chunk_prepare, a block per chunk and key head (needs no state):
+//   chunk_prepare, a block per chunk and value head (needs no state):
 //     inverse = (I + L)^-1, L_ij = beta_i (k_i . k_j) D_ij below the diagonal      intra = (q k^T) o D
 //   chunk_scan, a block per sequence, value head and 16 WARPS value columns, chunk after chunk, S the state:
 //     r = beta o (v - e^G o (k S))     v' = inverse r     o = e^G o (q S) + intra v'
@@ -58,6 +58,11 @@ struct ChunkArguments {
     int limits_state;                          // whether state_limits bind anything
     Limits cumsum, k_decay, inter_attention, state_update, solve_rows, state_limits;
 };
+
+struct alignas(8) Two {
+    float x, y;
+};
+DEVICE Two two_of(const float* x) { return *(const Two*)x; }
 
 // ---- ranges of the stages
 
@@ -205,30 +210,51 @@ struct Prepared {
     static constexpr int THREADS = 2 * ROWS;
     static constexpr int STRIDE = KEYS + row_padding<T>();  // of the tiles of q and k
     static constexpr int LOWER = ROWS + 4;                  // of L, transposed: element (i, j) at [j * LOWER + i]
-    // Solved columns, [ROWS, columns] fp32: those of the inverse, or of u and w, THREADS at a time.
-    ON_BOTH static constexpr int columns(bool limits_rows) { return limits_rows ? THREADS : ROWS; }
     ON_BOTH static constexpr int gate_bytes() { return ROWS * (int)(sizeof(double) + 2 * sizeof(float)); }
-    // The tiles are read before L is written in their place.
-    ON_BOTH static constexpr int bytes(bool limits_rows) {
-        int tiles = 2 * ROWS * STRIDE * (int)sizeof(T);
-        int solve = ROWS * (LOWER + columns(limits_rows)) * (int)sizeof(float);
+    // The tiles are read before L and the solved columns [ROWS, ROWS], both fp32, are written in their place.
+    ON_BOTH static constexpr int bytes() {
+        int tiles = 2 * ROWS * STRIDE * (int)sizeof(T), solve = ROWS * (LOWER + ROWS) * (int)sizeof(float);
         return gate_bytes() + (tiles > solve ? tiles : solve);
     }
 };
 
-// Column `column` of the solution x of (I + L) x = right, `from` the first row that is not zero, into `solved`.
+// G of the chunk into `sums`: in float64 all threads together, otherwise in fp32 one row after another.
+template <int ROWS>
+DEVICE void sum_gates(double* sums, const float* gates, int kind, Limits limits, int thread, int lane) {
+    static_assert(ROWS <= 64, "two warps of rows");
+    double sum = thread < ROWS ? (double)gates[thread] : 0.0;
+    if (kind == CUMSUM_FLOAT64) {
+        for (int step = 1; step < 32; step <<= 1) {
+            double before = from_lane(sum, lane >= step ? lane - step : lane);
+            if (lane >= step) sum += before;
+        }
+        if (thread == 31) sums[0] = sum;
+        wait_for_block();
+        if (thread >= 32) sum += sums[0];
+        wait_for_block();
+    } else if (thread < ROWS) {
+        float narrow = 0.0f;
+        for (int i = 0; i <= thread; i++) narrow += gates[i];
+        sum = narrow;
+    }
+    if (thread < ROWS) sums[thread] = kind == CUMSUM_FLOAT64 ? limited(sum, limits) : limited((float)sum, limits);
+}
+
+// Column `column` of the solution x of (I + L) x = right, rows from `from` on (a multiple of 16; `right` is zero before).
+// Two lanes side by side do it: each subtracts half of the rows above a block of 16, then both solve it.
 template <int ROWS, int LOWER, typename Right>
-DEVICE void solve_column(float* solved, int columns, int column, const float* lower, int from, Limits limits,
+DEVICE void solve_column(float* solved, int column, const float* lower, int from, Limits limits, int lane,
                          Right right) {
     constexpr int BLOCK = 16;
+    int second = lane % 2;
 #pragma unroll 1
-    for (int start = 0; start < ROWS; start += BLOCK) {
+    for (int start = from; start < ROWS; start += BLOCK) {
         float x[BLOCK];
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = right(start + i);
-#pragma unroll 2
-        for (int j = from; j < start; j++) {
-            float known = solved[j * columns + column];
+        for (int i = 0; i < BLOCK; i++) x[i] = second ? 0.0f : right(start + i);
+#pragma unroll 4
+        for (int j = from + second; j < start; j += 2) {
+            float known = solved[j * ROWS + column];
             const float4* below = (const float4*)(lower + j * LOWER + start);
 #pragma unroll
             for (int i = 0; i < BLOCK; i += 4) {
@@ -238,9 +264,11 @@ DEVICE void solve_column(float* solved, int columns, int column, const float* lo
             }
         }
 #pragma unroll
+        for (int i = 0; i < BLOCK; i++) x[i] += float_of(from_lane_xor(bits_of(x[i]), 1));
+#pragma unroll
         for (int j = 0; j < BLOCK; j++) {
             x[j] = limited(x[j], limits);
-            solved[(start + j) * columns + column] = x[j];
+            if (j % 2 == second) solved[(start + j) * ROWS + column] = x[j];
             const float4* below = (const float4*)(lower + (start + j) * LOWER + start);
 #pragma unroll
             for (int i = (j + 1) / 4 * 4; i < BLOCK; i += 4) {
@@ -251,6 +279,7 @@ DEVICE void solve_column(float* solved, int columns, int column, const float* lo
                 if (i + 3 > j) x[i + 3] -= four.w * x[j];
             }
         }
+        wait_for_warp();
     }
 }
 
@@ -267,9 +296,9 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
     float* solved = lower + ROWS * Layout::LOWER;
 
     int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
-    int n = (int)blockIdx.x, key_head = (int)blockIdx.y, group = a.value_heads / a.key_heads;
+    int n = (int)blockIdx.x, head = (int)blockIdx.y, key_head = head / (a.value_heads / a.key_heads);
     bool limits_rows = a.u != nullptr;
-    long long row;
+    long long row, matrix = (long long)n * a.value_heads + head;
     int rows;
     find_chunk<ROWS>(a, n, row, rows);
     long long stride = (long long)a.key_heads * a.key_dim, place = row * stride + (long long)key_head * a.key_dim;
@@ -279,10 +308,19 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
     fetch_tile<ROWS, KEYS, Layout::STRIDE, Layout::THREADS>(q_tile, (const T*)a.q + place, stride, rows, a.key_dim,
                                                             a.keys_are_aligned, thread);
     end_of_copies();
+    if (thread < ROWS) {
+        long long at = (row + thread) * a.value_heads + head;
+        gates[thread] = thread < rows ? a.log_decay[at] : 0.0f;
+        betas[thread] = thread < rows ? a.beta[at] : 0.0f;
+    }
+    wait_for_block();
+    sum_gates<ROWS>(sums, gates, a.cumsum_kind, a.cumsum, thread, lane);
+    Exponents exponents{sums, gates, a.exponent_form, a.cumsum_kind, ROWS};
+    if (a.cumsum_kind >= CUMSUM_BFLOAT16 && thread < ROWS) sums[thread] = exponents.narrowed((float)sums[thread]);
     copies_have_landed<0>();
     wait_for_block();
 
-    // Rows 16 warp to 16 warp + 15 of k k^T and q k^T, shared by the value heads of the key head.
+    // Rows 16 warp to 16 warp + 15 of k k^T and q k^T.
     constexpr int TILES = ROWS / 8;
     float kk[TILES][4] = {}, qk[TILES][4] = {};
     bool is_whole = is_full(a.exponent_form);
@@ -294,123 +332,103 @@ __global__ void __launch_bounds__(2 * ROWS) chunk_prepare(ChunkArguments a) {
         multiply<false>(qk, of_q, k_tile + at, Layout::STRIDE, lane, 0, tiles);
     }
 
-    for (int head = key_head * group; head < (key_head + 1) * group; head++) {
-        wait_for_block();  // the tiles, or what the last head has left in their place, have been read
-        if (thread < ROWS) {
-            long long at = (row + thread) * a.value_heads + head;
-            gates[thread] = thread < rows ? a.log_decay[at] : 0.0f;
-            betas[thread] = thread < rows ? a.beta[at] : 0.0f;
-        }
-        wait_for_block();
-        if (thread < ROWS) {
-            double sum = 0.0;
-            if (a.cumsum_kind == CUMSUM_FLOAT64) {
-                for (int i = 0; i <= thread; i++) sum += (double)gates[i];
-                sum = limited(sum, a.cumsum);
-            } else {
-                float narrow = 0.0f;
-                for (int i = 0; i <= thread; i++) narrow += gates[i];
-                sum = limited(narrow, a.cumsum);
-            }
-            sums[thread] = sum;
-        }
-        Exponents exponents{sums, gates, a.exponent_form, a.cumsum_kind, ROWS};
-        if (a.cumsum_kind >= CUMSUM_BFLOAT16 && thread < ROWS) sums[thread] = exponents.narrowed((float)sums[thread]);
-        wait_for_block();
-
-        long long matrix = (long long)n * a.value_heads + head;
-        Range of_cumsum = no_range(), of_decay = no_range(), of_kkt = no_range(), of_intra = no_range();
-        if (thread < ROWS) {
-            seen(of_cumsum, (float)sums[thread]);
-            float* factors = a.factors + matrix * (4 * ROWS + 4);
-            float beta = betas[thread];
-            factors[thread] = beta;
-            factors[ROWS + thread] = beta * exponents.since_start(thread, a.k_decay);
-            factors[2 * ROWS + thread] = exponents.since_start(thread, a.inter_attention);
-            factors[3 * ROWS + thread] = exponents.until_end(thread, a.state_update);
-            if (limits_rows) factors[thread] = factors[ROWS + thread] = 1.0f;  // they are in u and w
-            if (thread < 4) factors[4 * ROWS + thread] = exponents.since_start(ROWS - 1, a.state_update);
-        }
-        // D in the place of L, element after element; then each lane makes L and P of those of its products.
-        int i = thread % ROWS;
-        if (exponents.is_usual()) {
-#pragma unroll 8
-            for (int j = thread / ROWS; j < ROWS; j += 2) {
-                float decay = exponents.usual_pair(i, j);
-                lower[j * Layout::LOWER + i] = decay;
-                seen(of_decay, decay);
-            }
-        } else {
-#pragma unroll 1
-            for (int j = thread / ROWS; j < ROWS; j += 2) {
-                float decay = exponents.pair(i, j);
-                lower[j * Layout::LOWER + i] = decay;
-                seen(of_decay, decay);
-            }
-        }
-        wait_for_block();
-        T* intra = (T*)a.intra + matrix * ROWS * ROWS;
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int i = warp * 16 + half * 8 + lane / 4, j = tile * 8 + lane % 4 * 2;
-                float beta = betas[i], p[2];
-#pragma unroll
-                for (int next = 0; next < 2; next++) {
-                    float* decay = lower + (j + next) * Layout::LOWER + i;
-                    p[next] = is_whole || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
-                    *decay = j + next < i ? beta * kk[tile][2 * half + next] * *decay : 0.0f;
-                    seen(of_intra, p[next]);
-                    seen(of_kkt, *decay);
-                }
-                *(Pair<T>*)(intra + i * ROWS + j) = paired<T>(p[0], p[1]);
-            }
-        }
-        put_range(a, RANGE_CUMSUM, matrix, warp, of_cumsum, lane);
-        put_range(a, RANGE_DECAY, matrix, warp, of_decay, lane);
-        put_range(a, RANGE_KKT, matrix, warp, of_kkt, lane);
-        put_range(a, RANGE_INTRA, matrix, warp, of_intra, lane);
-        wait_for_block();
-
-        Range of_inverse = no_range(), of_u = no_range(), of_w = no_range();
-        if (!limits_rows) {
-            T* inverse = (T*)a.inverse + matrix * ROWS * ROWS;
-            if (thread < ROWS) {
-                solve_column<ROWS, Layout::LOWER>(solved, ROWS, thread, lower, thread / 16 * 16,
-                                                  a.solve_rows,
-                                                  [&](int i) { return i == thread ? 1.0f : 0.0f; });
-                for (int i = 0; i < ROWS; i++) {
-                    seen(of_inverse, solved[i * ROWS + thread]);
-                    inverse[i * ROWS + thread] = rounded<T>(solved[i * ROWS + thread]);
-                }
-            }
-        } else {
-            const T* v = (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
-            T* u = (T*)a.u + matrix * ROWS * a.value_dim;
-            T* w = (T*)a.inverse + matrix * ROWS * a.key_dim;
-            for (int column = thread; column < a.value_dim + a.key_dim; column += Layout::THREADS) {
-                int key = column - a.value_dim;  // below 0: a column of u
-                auto right = [&](int i) {
-                    if (i >= rows) return 0.0f;
-                    if (key < 0) return betas[i] * value(v[(long long)i * a.value_heads * a.value_dim + column]);
-                    return betas[i] * exponents.since_start(i, a.k_decay) * value(k[i * stride + key]);
-                };
-                solve_column<ROWS, Layout::LOWER>(solved, Layout::THREADS, thread, lower, 0, a.solve_rows, right);
-                for (int i = 0; i < ROWS; i++) {
-                    seen(key < 0 ? of_u : of_w, solved[i * Layout::THREADS + thread]);
-                    T x = rounded<T>(solved[i * Layout::THREADS + thread]);
-                    if (key < 0)
-                        u[i * a.value_dim + column] = x;
-                    else
-                        w[i * a.key_dim + key] = x;
-                }
-            }
-        }
-        put_range(a, RANGE_INVERSE, matrix, warp, of_inverse, lane);
-        put_range(a, RANGE_U, matrix, warp, of_u, lane);
-        put_range(a, RANGE_W, matrix, warp, of_w, lane);
+    wait_for_block();  // the tiles have been read
+    Range of_cumsum = no_range(), of_decay = no_range(), of_kkt = no_range(), of_intra = no_range();
+    if (thread < ROWS) {
+        seen(of_cumsum, (float)sums[thread]);
+        float* factors = a.factors + matrix * (4 * ROWS + 4);
+        float beta = betas[thread];
+        factors[thread] = beta;
+        factors[ROWS + thread] = beta * exponents.since_start(thread, a.k_decay);
+        factors[2 * ROWS + thread] = exponents.since_start(thread, a.inter_attention);
+        factors[3 * ROWS + thread] = exponents.until_end(thread, a.state_update);
+        if (limits_rows) factors[thread] = factors[ROWS + thread] = 1.0f;  // they are in u and w
+        if (thread < 4) factors[4 * ROWS + thread] = exponents.since_start(ROWS - 1, a.state_update);
     }
+    // D in the place of L, element after element; then each lane makes L and P of those of its products.
+    int i = thread % ROWS;
+    if (exponents.is_usual()) {
+#pragma unroll 8
+        for (int j = thread / ROWS; j < ROWS; j += 2) {
+            float decay = exponents.usual_pair(i, j);
+            lower[j * Layout::LOWER + i] = decay;
+            seen(of_decay, decay);
+        }
+    } else {
+#pragma unroll 1
+        for (int j = thread / ROWS; j < ROWS; j += 2) {
+            float decay = exponents.pair(i, j);
+            lower[j * Layout::LOWER + i] = decay;
+            seen(of_decay, decay);
+        }
+    }
+    wait_for_block();
+    T* intra = (T*)a.intra + matrix * ROWS * ROWS;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int i = warp * 16 + half * 8 + lane / 4, j = tile * 8 + lane % 4 * 2;
+            float beta = betas[i], p[2];
+#pragma unroll
+            for (int next = 0; next < 2; next++) {
+                float* decay = lower + (j + next) * Layout::LOWER + i;
+                p[next] = is_whole || j + next <= i ? qk[tile][2 * half + next] * *decay : 0.0f;
+                *decay = j + next < i ? beta * kk[tile][2 * half + next] * *decay : 0.0f;
+                seen(of_intra, p[next]);
+                seen(of_kkt, *decay);
+            }
+            *(Pair<T>*)(intra + i * ROWS + j) = paired<T>(p[0], p[1]);
+        }
+    }
+    put_range(a, RANGE_CUMSUM, matrix, warp, of_cumsum, lane);
+    put_range(a, RANGE_DECAY, matrix, warp, of_decay, lane);
+    put_range(a, RANGE_KKT, matrix, warp, of_kkt, lane);
+    put_range(a, RANGE_INTRA, matrix, warp, of_intra, lane);
+    wait_for_block();
+
+    Range of_inverse = no_range(), of_u = no_range(), of_w = no_range();
+    int column = thread / 2;
+    if (!limits_rows) {
+        solve_column<ROWS, Layout::LOWER>(solved, column, lower, column / 16 * 16, a.solve_rows, lane,
+                                          [&](int i) { return i == column ? 1.0f : 0.0f; });
+        for (int i = thread % 2; i < column / 16 * 16; i += 2) solved[i * ROWS + column] = 0.0f;
+        wait_for_block();
+        T* inverse = (T*)a.inverse + matrix * ROWS * ROWS;
+#pragma unroll 4
+        for (int at = 2 * thread; at < ROWS * ROWS; at += 2 * Layout::THREADS) {
+            Two two = two_of(solved + at);
+            *(Pair<T>*)(inverse + at) = paired<T>(two.x, two.y);
+            seen(of_inverse, two.x);
+            seen(of_inverse, two.y);
+        }
+    } else {
+        const T* v = (const T*)a.v + (row * a.value_heads + head) * a.value_dim;
+        T* u = (T*)a.u + matrix * ROWS * a.value_dim;
+        T* w = (T*)a.inverse + matrix * ROWS * a.key_dim;
+        for (int first = 0; first < a.value_dim + a.key_dim; first += ROWS) {
+            int key = first + column - a.value_dim;  // below 0: a column of u
+            bool is_there = key < a.key_dim;
+            auto right = [&](int i) {
+                if (i >= rows || !is_there) return 0.0f;
+                if (key < 0) return betas[i] * value(v[(long long)i * a.value_heads * a.value_dim + first + column]);
+                return betas[i] * exponents.since_start(i, a.k_decay) * value(k[i * stride + key]);
+            };
+            solve_column<ROWS, Layout::LOWER>(solved, column, lower, 0, a.solve_rows, lane, right);
+            for (int i = lane % 2; i < ROWS && is_there; i += 2) {
+                float x = solved[i * ROWS + column];
+                seen(key < 0 ? of_u : of_w, x);
+                if (key < 0)
+                    u[i * a.value_dim + first + column] = rounded<T>(x);
+                else
+                    w[i * a.key_dim + key] = rounded<T>(x);
+            }
+            wait_for_warp();
+        }
+    }
+    put_range(a, RANGE_INVERSE, matrix, warp, of_inverse, lane);
+    put_range(a, RANGE_U, matrix, warp, of_u, lane);
+    put_range(a, RANGE_W, matrix, warp, of_w, lane);
 }
 
 // ---- chunk_scan
@@ -503,11 +521,6 @@ DEVICE void scale_down(float (&tiles)[TILES][4], const Scales& scales) {
             for (int i = 0; i < 4; i++) tiles[n][i] *= scales.down[i / 2];
     }
 }
-
-struct alignas(8) Two {
-    float x, y;
-};
-DEVICE Two two_of(const float* x) { return *(const Two*)x; }
 
 template <typename T, int KEYS, int ROWS, int WARPS, int KEY_PARTS>
 __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArguments a, int stages) {

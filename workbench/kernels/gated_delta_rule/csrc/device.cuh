@@ -108,6 +108,17 @@ DEVICE void load_matrices_transposed(Bits32 (&x)[4], const void* row) {
 #endif
 #endif
 
+DEVICE double from_lane(double x, int lane) {
+    union {
+        double value;
+        Bits32 parts[2];
+    } both;
+    both.value = x;
+    both.parts[0] = from_lane(both.parts[0], lane);
+    both.parts[1] = from_lane(both.parts[1], lane);
+    return both.value;
+}
+
 template <typename T>
 DEVICE constexpr bool is_float16() {
     return false;
