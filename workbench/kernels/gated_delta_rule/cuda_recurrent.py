@@ -33,7 +33,10 @@ ELEMENT_KINDS = (torch.float32, torch.float16, torch.bfloat16)
 _POINTERS = (
     "q", "k", "v", "log_decay", "beta", "initial_state", "out", "state", "bounds", "out_flag", "state_flag",
 )  # fmt: skip
-_NUMBERS = ("sequences", "tokens", "key_heads", "value_heads", "key_dim", "value_dim", "key_kind", "value_kind")
+_NUMBERS = (
+    "sequences", "tokens", "key_heads", "value_heads", "key_dim", "value_dim", "key_kind", "value_kind",
+    "limits_state",
+)  # fmt: skip
 
 
 class RecurrentArguments(ctypes.Structure):
@@ -89,6 +92,7 @@ def run(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
         sequences=sequences, tokens=tokens, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
         value_dim=value_dim, key_kind=ELEMENT_KINDS.index(kind), value_kind=ELEMENT_KINDS.index(v.dtype),
+        limits_state=policy.clamp("state", spec.phase_of(tokens)) is not None,
         state_limits=Limits.of(policy.clamp("state", spec.phase_of(tokens))),
     )  # fmt: skip
     found = library(device)

@@ -240,7 +240,7 @@ DEVICE void sum_gates(double* sums, const float* gates, int kind, Limits limits,
     if (thread < ROWS) sums[thread] = kind == CUMSUM_FLOAT64 ? limited(sum, limits) : limited((float)sum, limits);
 }
 
-// Column `column` of the solution x of (I + L) x = right, rows from `from` on (a multiple of 16; `right` is zero before).
+// Column `column` of the solution x of (I + L) x = right, from row `from` on, a multiple of 16; `right` is zero before.
 // Two lanes side by side do it: each subtracts half of the rows above a block of 16, then both solve it.
 template <int ROWS, int LOWER, typename Right>
 DEVICE void solve_column(float* solved, int column, const float* lower, int from, Limits limits, int lane,

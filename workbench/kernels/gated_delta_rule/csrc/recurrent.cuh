@@ -25,6 +25,7 @@ struct RecurrentArguments {
     int sequences, tokens;
     int key_heads, value_heads, key_dim, value_dim;
     int key_kind, value_kind;
+    int limits_state;  // whether state_limits bind anything
     Limits state_limits;
 };
 
@@ -44,7 +45,7 @@ DEVICE float put_element(void* out, int kind, long long at, float x) {
     return value(((Bfloat16*)out)[at] = rounded<Bfloat16>(x));
 }
 
-constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 64, KEYS_AT_ONCE = 2 * RECURRENT_WARPS;
+constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 64, KEYS_AT_ONCE = 2 * RECURRENT_WARPS, RECURRENT_BLOCKS = 4;
 
 // Sum over the half warps of each of the block's columns; every lane gets those of its four.
 DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
@@ -60,7 +61,7 @@ DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
 }
 
 template <int KEYS>
-__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 4 : 2) recurrent(RecurrentArguments a) {
+__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? RECURRENT_BLOCKS : 2) recurrent(RecurrentArguments a) {
     constexpr int OWN = KEYS / KEYS_AT_ONCE;     // keys of a half warp
     SHARED_MEMORY(memory);
     float* keys = (float*)memory;                // [KEYS]
@@ -73,23 +74,26 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 4 : 2) rec
     int sequence = (int)blockIdx.x / parts / a.value_heads;
     int key_head = head / (a.value_heads / a.key_heads);
     int column = part * RECURRENT_COLUMNS + lane % 16 * 4, first_key = 2 * warp + lane / 16;
-    bool is_whole = a.value_dim % 4 == 0;  // four columns in one access
     long long states = ((long long)sequence * a.value_heads + head) * a.key_dim;
 
-    float state[OWN][4];
+    // What a lane has lies at these places of the state before and after, a row of `next` elements apart.
+    bool is_whole = a.value_dim % 4 == 0 && column < a.value_dim && a.key_dim == KEYS;  // nothing of it is missing
+    long long first = (states + first_key) * a.value_dim + column, next = (long long)KEYS_AT_ONCE * a.value_dim;
+
+    float state[OWN][4] = {};
+    if (a.initial_state && is_whole) {
+        const float* from = a.initial_state + first;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int key = first_key + i * KEYS_AT_ONCE;
-        long long at = (states + key) * a.value_dim + column;
-        for (int c = 0; c < 4; c++) state[i][c] = 0.0f;
-        if (!a.initial_state || key >= a.key_dim) continue;
-        if (is_whole && column < a.value_dim) {
-            float4 four = *(const float4*)(a.initial_state + at);
+        for (int i = 0; i < OWN; i++, from += next) {
+            float4 four = *(const float4*)from;
             state[i][0] = four.x, state[i][1] = four.y, state[i][2] = four.z, state[i][3] = four.w;
-        } else {
-            for (int c = 0; c < 4; c++)
-                if (column + c < a.value_dim) state[i][c] = a.initial_state[at + c];
         }
+    } else if (a.initial_state) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            for (int c = 0; c < 4; c++)
+                if (first_key + i * KEYS_AT_ONCE < a.key_dim && column + c < a.value_dim)
+                    state[i][c] = a.initial_state[first + i * next + c];
     }
 
     Flag out_flag = {0, 0};
@@ -116,8 +120,8 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 4 : 2) rec
 #pragma unroll
         for (int i = 0; i < OWN; i++)
             for (int c = 0; c < 4; c++) {
-                float written = state[i][c] + keys[first_key + i * KEYS_AT_ONCE] * (beta * (v[c] - read[c]));
-                state[i][c] = limited(written, a.state_limits);
+                state[i][c] += keys[first_key + i * KEYS_AT_ONCE] * (beta * (v[c] - read[c]));
+                if (a.limits_state) state[i][c] = limited(state[i][c], a.state_limits);
                 out[c] += queries[first_key + i * KEYS_AT_ONCE] * state[i][c];
             }
         sum_over_warps(out, exchange + RECURRENT_WARPS * RECURRENT_COLUMNS, warp, lane);
@@ -129,21 +133,24 @@ __global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? 4 : 2) rec
                 }
     }
 
-    Flag state_flag = {0, 0};
+    if (is_whole) {
+        float* to = a.state + first;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int key = first_key + i * KEYS_AT_ONCE;
-        if (key >= a.key_dim) continue;
-        long long at = (states + key) * a.value_dim + column;
-        if (is_whole && column < a.value_dim) {
-            *(float4*)(a.state + at) = float4{state[i][0], state[i][1], state[i][2], state[i][3]};
-        } else {
+        for (int i = 0; i < OWN; i++, to += next)
+            *(float4*)to = float4{state[i][0], state[i][1], state[i][2], state[i][3]};
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
             for (int c = 0; c < 4; c++)
-                if (column + c < a.value_dim) a.state[at + c] = state[i][c];
-        }
-        for (int c = 0; c < 4; c++)
-            if (a.state_flag && column + c < a.value_dim) seen(state_flag, state[i][c]);
+                if (first_key + i * KEYS_AT_ONCE < a.key_dim && column + c < a.value_dim)
+                    a.state[first + i * next + c] = state[i][c];
+    }
+    if (a.state_flag) {  // what is missing is zero, and changes no word
+        Flag state_flag = {0, 0};
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            for (int c = 0; c < 4; c++) seen(state_flag, state[i][c]);
+        raise_flag(a.state_flag, state_flag, lane);
     }
     if (a.out_flag && warp == 0) raise_flag(a.out_flag, out_flag, lane);
-    if (a.state_flag) raise_flag(a.state_flag, state_flag, lane);
 }
