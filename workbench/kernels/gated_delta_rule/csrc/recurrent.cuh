@@ -45,7 +45,8 @@ DEVICE float put_element(void* out, int kind, long long at, float x) {
     return value(((Bfloat16*)out)[at] = rounded<Bfloat16>(x));
 }
 
-constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 64, KEYS_AT_ONCE = 2 * RECURRENT_WARPS, RECURRENT_BLOCKS = 4;
+constexpr int RECURRENT_WARPS = 8, RECURRENT_COLUMNS = 64, KEYS_AT_ONCE = 2 * RECURRENT_WARPS;
+constexpr int RECURRENT_BLOCKS = 4;  // that have room on a multiprocessor
 
 // Sum over the half warps of each of the block's columns; every lane gets those of its four.
 DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
@@ -61,7 +62,8 @@ DEVICE void sum_over_warps(float (&x)[4], float* exchange, int warp, int lane) {
 }
 
 template <int KEYS>
-__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? RECURRENT_BLOCKS : 2) recurrent(RecurrentArguments a) {
+__global__ void __launch_bounds__(32 * RECURRENT_WARPS, KEYS <= 128 ? RECURRENT_BLOCKS : 2)
+    recurrent(RecurrentArguments a) {
     constexpr int OWN = KEYS / KEYS_AT_ONCE;     // keys of a half warp
     SHARED_MEMORY(memory);
     float* keys = (float*)memory;                // [KEYS]
