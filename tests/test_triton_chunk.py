@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,7 +175,7 @@ def test_flags_hold_the_largest_and_smallest_values(triton_device):  # noqa: F81
 
 def test_the_path_says_how_a_call_is_split_and_moved(monkeypatch, triton_device):  # noqa: F811
     inputs = cast(spec.example(batch=2, tokens=150, key_dim=16, value_dim=16), torch.float16, triton_device)
-    monkeypatch.setattr(triton_chunk, "_segment", lambda programs, chunks, device: 2)
+    monkeypatch.setattr(triton_chunk, "_segment", lambda *_: 2)
     policy = NumericsPolicy(chunk=16)
     assert triton_chunk.path(**inputs, policy=policy).startswith("split into 10 segments of 2 chunks, tiles moved by ")
     narrow = cast(spec.example(tokens=20, key_dim=5, value_dim=5), torch.float16, triton_device)
@@ -184,11 +183,13 @@ def test_the_path_says_how_a_call_is_split_and_moved(monkeypatch, triton_device)
     assert_near(triton_chunk.run(**inputs, policy=policy), inputs)
 
 
-@pytest.mark.parametrize("chunks", [4, 33, 256])
-def test_a_sequence_is_split_until_every_multiprocessor_has_two_programs(chunks, monkeypatch):
-    monkeypatch.setattr(triton_chunk, "_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    segment = triton_chunk._segment(64, chunks, torch.device("cuda"))
-    assert max(1, chunks // segment) == {4: 1, 33: 2, 256: 4}[chunks]
+@pytest.mark.parametrize(
+    ("heads", "counts", "parts"),
+    [(64, (8,), 1), (64, (256,), 2), (16, (256,), 8), (64, (128, 128), 1), (32, (64,) * 8, 1), (64, (0, 1), 1)],
+)
+def test_a_sequence_is_split_where_multiprocessors_would_idle(heads, counts, parts):
+    segment = triton_chunk._segment(heads, heads, counts, multiprocessors=132)
+    assert triton_chunk.parts_of(max(counts), segment) == parts
 
 
 def test_policies_that_it_cannot_honour_are_refused():

@@ -110,7 +110,7 @@ def layout_of(bounds: Bounds, batch: int, tokens: int, chunk: int, segment: int,
     ahead, spans = [], []
     for sequence, (row, start, stop) in enumerate(_places(bounds, batch, tokens)):
         count = -(-(stop - start) // chunk)
-        parts = max(1, count // segment)
+        parts = parts_of(count, segment)
         if parts > 2:
             spans.append((len(segments), parts))
         for part in range(parts):
@@ -137,7 +137,6 @@ class Plan:
     ahead_stages  the same of the scan that runs ahead
     system_warps, system_registers
                   warps of the systems, and the most registers of a thread of theirs
-    members       value heads of a program of the systems, of one key head
     segment       fewest chunks of a segment of a sequence that is split
     bulk          tiles are moved by the copy engine where the call allows it (`is_bulk`), not by threads
     """
@@ -148,38 +147,65 @@ class Plan:
     ahead_stages: int = 2
     system_warps: int = 4
     system_registers: int | None = None
-    members: int = 1
     segment: int = 1 << 30
     bulk: bool = True
 
 
-#: Chunks below which a segment is not worth the scan ahead of it.
-LEAST_SEGMENT = 16
+#: Microseconds that a program of the scan takes for a chunk, that of the scan ahead, and each launch between: measured
+#: on an H200 with heads of 128 in bfloat16. Only what they are to each other decides, and by far.
+SCAN, AHEAD, LAUNCH = 1.45, 1.0, 3.0
+MOST_PARTS = 16
+#: Value channels of a program where there are heads enough.
+WIDE_BLOCK = 128
+
+
+def parts_of(chunks: int, segment: int) -> int:
+    """Segments of a sequence of so many chunks."""
+    return max(1, chunks // segment)
 
 
 def chosen(
-    dtype: torch.dtype, chunk: int, key_dim: int, value_dim: int, programs: int, chunks: int, device: torch.device
-) -> Plan:
-    """The plan of a call with `chunks` in all sequences together, for which scans of `programs` programs run side by
-    side: as few chunks in a segment as give every multiprocessor two programs."""
+    dtype: torch.dtype, chunk: int, key_dim: int, value_dim: int, heads: int, counts: tuple[int, ...],
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    """The plan of a call whose sequences have `counts` chunks.
+
+    Tiles of 128 value channels read T, P, k and q once where tiles of 64 read them twice, but leave fewer programs: for
+    calls that fill the multiprocessors twice over even so.
+    """
+    multiprocessors = _properties(device).multi_processor_count if device.type == "cuda" else 1
     if dtype == torch.float32:
-        return Plan(
-            block=16, stages=1, ahead_stages=1, segment=_segment(programs * -(-value_dim // 16), chunks, device)
-        )
-    key, value = padded(key_dim), min(64, padded(value_dim))
-    bytes_of_stage = 2 * chunk * (2 * key + 2 * chunk + value) + 8 * chunk
-    stages = max(1, min(3, _shared_memory(device) // bytes_of_stage))
+        block, warps, most, ahead = 16, 4, 1, 1
+    else:
+        is_wide = value_dim % WIDE_BLOCK == 0 and chunk <= 64 and heads * len(counts) >= 2 * multiprocessors > 2
+        block = WIDE_BLOCK if is_wide else min(64, padded(value_dim))
+        warps, most, ahead = 8 if is_wide or key_dim > 128 else 4, 3, 3
+    key = padded(key_dim)
+    of_stage = dtype.itemsize * chunk * (2 * key + 2 * chunk + block) + 8 * chunk
+    of_ahead = dtype.itemsize * chunk * (key + chunk + block) + 8 * chunk
+    room = _shared_memory(device)
     return Plan(
-        block=value, warps=4 if key <= 128 else 8, stages=stages, ahead_stages=min(2, stages),
-        segment=_segment(programs * -(-value_dim // value), chunks, device),
+        block=block, warps=warps, stages=max(1, min(most, room // of_stage)),
+        ahead_stages=max(1, min(ahead, room // of_ahead)),
+        segment=_segment(heads * -(-value_dim // block), heads * -(-key_dim // block), counts, multiprocessors),
     )  # fmt: skip
 
 
-def _segment(programs: int, chunks: int, device: torch.device) -> int:
-    """Fewest chunks of a segment so that `programs` for every chunk fill the multiprocessors twice."""
-    if device.type != "cuda":
-        return 1 << 30
-    return max(LEAST_SEGMENT, -(-chunks * programs // (2 * _properties(device).multi_processor_count)))
+@functools.lru_cache(maxsize=256)
+def _segment(blocks: int, key_blocks: int, counts: tuple[int, ...], multiprocessors: int) -> int:
+    """Fewest chunks of a segment, by the least time of the scans: `blocks` programs for each segment, and of those that
+    run ahead and are not the first of their sequence `key_blocks` more, for their transition."""
+    longest = max(counts)
+
+    def microseconds(segment: int) -> float:
+        parts = [parts_of(count, segment) for count in counts]
+        length = -(-longest // parts_of(longest, segment))
+        main = blocks * sum(parts)
+        ahead = blocks * sum(n - 1 for n in parts) + key_blocks * sum(max(0, n - 2) for n in parts)
+        launches = (max(parts) > 1) + (max(parts) > 2)
+        return length * (SCAN * -(-main // multiprocessors) + AHEAD * -(-ahead // multiprocessors)) + LAUNCH * launches
+
+    return min((-(-longest // n) for n in range(1, MOST_PARTS + 1)), key=microseconds) if longest > 1 else 1
 
 
 @functools.cache
@@ -225,10 +251,9 @@ class Shapes:
         return self.batch if self.bounds is None else len(self.bounds) - 1
 
     def plan(self, dtype: torch.dtype, device: torch.device) -> Plan:
-        chunks = sum(
-            -(-(stop - start) // self.chunk) for _, start, stop in _places(self.bounds, self.batch, self.tokens)
-        )
-        return chosen(dtype, self.chunk, self.key_dim, self.value_dim, self.value_heads, chunks, device)
+        places = _places(self.bounds, self.batch, self.tokens)
+        counts = tuple(-(-(stop - start) // self.chunk) for _, start, stop in places)
+        return chosen(dtype, self.chunk, self.key_dim, self.value_dim, self.value_heads, counts, device)
 
     def layout(self, plan: Plan, device: torch.device) -> Layout:
         return layout_of(self.bounds, self.batch, self.tokens, self.chunk, plan.segment, device)
@@ -286,8 +311,6 @@ def launched(
 
     block = min(plan.block, padded(value_dim))
     blocks = -(-value_dim // block)
-    group = heads // shapes.key_heads
-    members = plan.members if group % plan.members == 0 else 1
     at_once = min(32, padded(heads))  # heads of a program of the gates
     leaves, inverse = INVERSE_PRODUCTS.get(dtype, (FP32_PRODUCTS, FP32_PRODUCTS))
     products = FP32_PRODUCTS if dtype == torch.float32 else "tf32"  # no matter for narrower operands
@@ -301,17 +324,19 @@ def launched(
     q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factor_tiles, out_tiles = tiles
     of_all = {"V": heads, "C": chunk, "CHAINED": chained}
     of_products = {
-        **of_all, "GROUP": group, "K": key_dim, "BK": padded(key_dim), "DOT": products, "IS_BULK": by_copy_engine,
+        **of_all, "GROUP": heads // shapes.key_heads, "K": key_dim, "BK": padded(key_dim), "DOT": products,
+        "IS_BULK": by_copy_engine,
     }  # fmt: skip
 
+    row_chunks = 0 if shapes.bounds is not None else -(-shapes.tokens // chunk)
     kernels.gates[count, -(-heads // at_once)](
-        log_decay, layout.chunks, cumsum, factors, *log_decay.stride(),
+        log_decay, layout.chunks, cumsum, factors, row_chunks, shapes.tokens, *log_decay.stride(),
         HEADS=at_once, WIDE_SUM=policy.cumsum == "float64", **of_all, num_warps=8,
     )  # fmt: skip
-    kernels.systems[heads // members, count](
-        q_tiles, k_tiles, beta, layout.chunks, cumsum, system_tiles, score_tiles,
+    kernels.systems[heads, count](
+        q, k, beta, layout.chunks, cumsum, system_tiles, score_tiles, row_chunks, shapes.tokens,
         *q.stride()[:3], *k.stride()[:3], *beta.stride(),
-        MEMBERS=members, LEAVES=leaves, PRECISION=inverse, **of_products,
+        LEAVES=leaves, PRECISION=inverse, **of_products,
         num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
     )  # fmt: skip
 

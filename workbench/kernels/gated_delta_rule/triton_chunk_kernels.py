@@ -81,8 +81,23 @@ def unit_lower_inverse(lower, C: tl.constexpr, LEAVES: tl.constexpr, PRECISION: 
 
 
 @triton.jit
+def place_of_chunk(chunk, chunks_ptr, chunks_of_row, tokens, C: tl.constexpr):
+    """(batch row, first token, tokens) of a chunk: by the table, or for rows of equal length (`chunks_of_row` > 0) by
+    arithmetic, which waits for no memory."""
+    if chunks_of_row > 0:
+        batch = chunk // chunks_of_row
+        first = (chunk - batch * chunks_of_row) * C
+        count = tl.minimum(C, tokens - first)
+    else:
+        batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS)
+        first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1)
+        count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
+    return batch.to(tl.int64), first.to(tl.int64), count
+
+
+@triton.jit(do_not_specialize=["chunks_of_row", "tokens"])
 def gates(
-    g_ptr, chunks_ptr, cumsum_ptr, factor_ptr, g_batch, g_token, g_head,
+    g_ptr, chunks_ptr, cumsum_ptr, factor_ptr, chunks_of_row, tokens, g_batch, g_token, g_head,
     V: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, WIDE_SUM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """G in base 2 as two fp32 numbers [N, V, 2, C]; e^G, e^{G_C - G} [N, V, C, 2]. A program is (chunk, HEADS heads).
@@ -92,10 +107,8 @@ def gates(
     """
     if CHAINED:
         gdc_launch_dependents()
+    batch, first, count = place_of_chunk(tl.program_id(0), chunks_ptr, chunks_of_row, tokens, C)
     chunk = tl.program_id(0).to(tl.int64)
-    batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
-    first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
-    count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
     row = tl.arange(0, C)[:, None]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :]
     gate = tl.load(
@@ -116,58 +129,49 @@ def gates(
     tl.store(factor_ptr + place + row + 1, tl.exp2((last - wide).to(tl.float32)), mask=head < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks_of_row", "tokens"])
 def systems(
-    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, score_ptr,
+    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, score_ptr, chunks_of_row, tokens,
     q_batch, q_token, q_head, k_batch, k_token, k_head, beta_batch, beta_token, beta_head,
-    V: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, IS_BULK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """T and P [N, V, C, C] in the dtype of q; a program is (MEMBERS value heads of one key head, chunk).
+    """T and P [N, V, C, C] in the dtype of q; a program is (value head, chunk).
 
-    Rows past the end of a sequence have keys, queries and beta of zero: they write nothing.
+    Rows past the end of a sequence have keys, queries and beta of zero: they write nothing. All loads are issued before
+    the first product: the copy engine, which is waited for load by load, is slower here.
     """
-    first_head, chunk = tl.program_id(0) * MEMBERS, tl.program_id(1).to(tl.int64)
-    key_head = first_head // GROUP
-    batch = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS).to(tl.int64)
-    first = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 1).to(tl.int64)
-    count = tl.load(chunks_ptr + chunk * CHUNK_COLUMNS + 2)
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    key_head = head // GROUP
+    batch, first, count = place_of_chunk(chunk, chunks_ptr, chunks_of_row, tokens, C)
+    place = chunk.to(tl.int64) * V + head
     row, channel = tl.arange(0, C), tl.arange(0, BK)
-    if IS_BULK:
-        k = tl.reshape(k_ptr.load([batch.to(tl.int32), first.to(tl.int32), key_head * K]), [C, BK])
-        q = tl.reshape(q_ptr.load([batch.to(tl.int32), first.to(tl.int32), key_head * K]), [C, BK])
-    else:
-        is_entry = (row < count)[:, None] & (channel < K)[None, :]
-        k_rows = k_ptr + batch * k_batch + key_head * k_head + first * k_token
-        q_rows = q_ptr + batch * q_batch + key_head * q_head + first * q_token
-        k = tl.load(k_rows + (row[:, None] * k_token + channel[None, :]), mask=is_entry, other=0.0)
-        q = tl.load(q_rows + (row[:, None] * q_token + channel[None, :]), mask=is_entry, other=0.0)
-    keys = product(k, tl.trans(k), DOT)
-    queries = product(q, tl.trans(k), DOT)
     i, j = row[:, None], row[None, :]
+    is_entry = (i < count) & (channel < K)[None, :]
+    k_rows = k_ptr + batch * k_batch + key_head * k_head + first * k_token
+    q_rows = q_ptr + batch * q_batch + key_head * q_head + first * q_token
+    betas = beta_ptr + batch * beta_batch + head * beta_head + first * beta_token
+    cumsum = cumsum_ptr + place * 2 * C
+    k = tl.load(k_rows + (i * k_token + channel[None, :]), mask=is_entry, other=0.0)
+    q = tl.load(q_rows + (i * q_token + channel[None, :]), mask=is_entry, other=0.0)
+    beta_here = tl.load(betas + i * beta_token, mask=i < count, other=0.0).to(tl.float32)
+    beta_there = tl.load(betas + j * beta_token, mask=j < count, other=0.0).to(tl.float32)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    for member in range(MEMBERS):
-        head = first_head + member
-        place = chunk * V + head
-        betas = beta_ptr + batch * beta_batch + head * beta_head + first * beta_token
-        cumsum = cumsum_ptr + place * 2 * C
-        difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
-        decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
-        score = (queries * decay).to(q.dtype)
-        beta = tl.load(betas + i * beta_token, mask=i < count, other=0.0).to(tl.float32)
-        lower = tl.where(i > j, keys * decay * beta, 0.0)
-        if IS_BULK:
-            score_ptr.store([(place * C).to(tl.int32), 0], score)
-        else:
-            tl.store(score_ptr + place * C * C + (i * C + j), score)
-        beta = tl.load(betas + j * beta_token, mask=j < count, other=0.0).to(tl.float32)
-        system = (unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta).to(q.dtype)
-        if IS_BULK:
-            system_ptr.store([(place * C).to(tl.int32), 0], system)
-        else:
-            tl.store(system_ptr + place * C * C + (i * C + j), system)
+    difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
+    decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
+    score = (product(q, tl.trans(k), DOT) * decay).to(q.dtype)
+    if IS_BULK:
+        score_ptr.store([(place * C).to(tl.int32), 0], score)
+    else:
+        tl.store(score_ptr + place * C * C + (i * C + j), score)
+    lower = tl.where(i > j, product(k, tl.trans(k), DOT) * decay * beta_here, 0.0)
+    system = (unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta_there).to(q.dtype)
+    if IS_BULK:
+        system_ptr.store([(place * C).to(tl.int32), 0], system)
+    else:
+        tl.store(system_ptr + place * C * C + (i * C + j), system)
 
 
 @triton.jit
