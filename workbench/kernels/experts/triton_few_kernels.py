@@ -73,7 +73,7 @@ def down_of_token_kernel(
     hidden_ptr, experts_ptr, down_ptr, out_ptr, flags_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
     RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr, CACHE: tl.constexpr = "",
+    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr, CACHE: tl.constexpr = "", MERGED: tl.constexpr = True,
 ):  # fmt: skip
     """out[t] = sum_a down[e] hidden[t * A + a], e = experts[t, a]; a program has COLUMNS values of one token.
 
@@ -102,7 +102,11 @@ def down_of_token_kernel(
             mask=is_rank[:, None, None] & (channel < I)[None, None, :], other=0.0,
         )  # fmt: skip
         products += weight.to(tl.float32) * hidden.to(tl.float32)
-    out = tl.sum(tl.sum(products, 0), 1).to(out_ptr.dtype.element_ty)
+    if MERGED:
+        merged = products.permute(1, 0, 2).reshape(COLUMNS, RANKS * DEPTH)  # one sum over ranks and channels
+        out = tl.sum(merged, 1).to(out_ptr.dtype.element_ty)
+    else:
+        out = tl.sum(tl.sum(products, 0), 1).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=column < D)
     if RAISES_FLAGS:
         raise_words(flags_ptr, 0, tl.where(column < D, out, 0.0))
