@@ -676,6 +676,12 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
                                     Layout::ROW_STRIDE, lane, c);
             }
             scale_down<T>(o, scales);
+            if (a.out_flag) {  // rows and columns that are not there are zero, and change no word
+#pragma unroll
+                for (int c = 0; c < TILES; c++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) seen(out_flag, o[c][i]);
+            }
             // The columns of v have been read by all lanes that need them: the output is put in order in their place.
             wait_for_warp();
 #pragma unroll
@@ -697,21 +703,14 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
                 T* to = out + here * value_stride + at;
 #pragma unroll 4
                 for (; here < ROWS; here += AT_ONCE) {
-                    if (here < rows) {
-                        *(float4*)to = *(const float4*)from;
-                        if (a.out_flag)
-                            for (int i = 0; i < PIECE; i++) seen(out_flag, value(from[i]));
-                    }
+                    if (here < rows) *(float4*)to = *(const float4*)from;
                     from += AT_ONCE * Layout::VALUE_STRIDE, to += AT_ONCE * value_stride;
                 }
             } else {
 #pragma unroll 1
                 for (int i = lane; i < rows * 16; i += 32)
-                    if (i % 16 < own_columns) {
-                        T x = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
-                        out[i / 16 * value_stride + i % 16] = x;
-                        if (a.out_flag) seen(out_flag, value(x));
-                    }
+                    if (i % 16 < own_columns)
+                        out[i / 16 * value_stride + i % 16] = v_tile[i / 16 * Layout::VALUE_STRIDE + i % 16];
             }
         }
 
@@ -760,6 +759,6 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
             a.state[(states + key) * a.value_dim + here] = state[j][i];
             if (a.state_flag) seen(state_flag, state[j][i]);
         }
-    if (a.out_flag && key_part == 0) raise_flag(a.out_flag, out_flag, lane);
+    if (a.out_flag && key_part == 0) raise_flag(a.out_flag, rounded_flag<T>(out_flag), lane);
     if (a.state_flag) raise_flag(a.state_flag, state_flag, lane);
 }

@@ -204,11 +204,17 @@ DEVICE Number limited(Number x, Limits limits) {
 struct Flag {
     int high, low;
 };
+// Bits of floats that are not negative order as integers do; negative ones are below the zero that both words begin at.
 DEVICE void seen(Flag& flag, float x) {
-    int bits = (int)(bits_of(x) & 0x7fffffffu);
-    int high = x < 0.0f ? 0 : bits, low = x > 0.0f ? 0 : bits;
+    int high = (int)bits_of(x), low = (int)(bits_of(x) ^ 0x80000000u);
     flag.high = high > flag.high ? high : flag.high;
     flag.low = low > flag.low ? low : flag.low;
+}
+// The flag of the same values rounded to T: rounding keeps their order.
+template <typename T>
+DEVICE Flag rounded_flag(Flag flag) {
+    return Flag{(int)bits_of(value(rounded<T>(float_of((Bits32)flag.high)))),
+                (int)bits_of(value(rounded<T>(float_of((Bits32)flag.low))))};
 }
 // Raises the two words of a tap point by what the lanes of a warp have seen.
 DEVICE void raise_flag(int* words, Flag flag, int lane) {
@@ -217,9 +223,11 @@ DEVICE void raise_flag(int* words, Flag flag, int lane) {
         flag.high = high > flag.high ? high : flag.high;
         flag.low = low > flag.low ? low : flag.low;
     }
+    int most = flag.high > flag.low ? flag.high : flag.low;
+    bool has_nan = most > 0x7f800000;  // one with a sign has been seen as the largest -x alone
     if (lane == 0) {
-        raise_to(words, flag.high);
-        raise_to(words + 1, flag.low);
+        raise_to(words, has_nan ? most : flag.high);
+        raise_to(words + 1, has_nan ? most : flag.low);
     }
 }
 
