@@ -51,6 +51,30 @@ def test_both_ways_for_any_number_of_tokens(triton_device, monkeypatch, pair_tok
     assert relative_error(found.cpu().double(), reference.run(**rounded, chain=None)) <= 8 * 2**-9
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_kernels_that_overlap_wait_for_what_they_read(triton_device, tokens):  # noqa: F811
+    """Layer after layer, each fed by the one before: the same to the last bit as with a wait after every kernel."""
+    on_gpu = triton_device == "cuda"
+    sizes = {"hidden": 2048, "experts": 64, "top_k": 8, "width": 512} if on_gpu else {"hidden": 24, "top_k": 3}
+    case = on(triton_device, spec.example(tokens=tokens, **sizes), torch.bfloat16)
+    router = case["gate_up"][:, 0].T.contiguous()
+    top_k = case["experts"].shape[1]
+
+    def layers(wait):
+        x = case["x"]
+        for _ in range(50 if on_gpu else 2):
+            weights, experts = triton_topk.run(x @ router, top_k=top_k, normalise=True)
+            wait()
+            x = x + triton_few.run(x, weights, experts, case["gate_up"], case["down"], chain=None)
+            wait()
+            x = x / x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+        return x
+
+    overlapped = layers(lambda: None)
+    assert torch.equal(overlapped, layers(torch.cuda.synchronize if on_gpu else lambda: None))
+    assert bool(torch.isfinite(overlapped).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_router_takes_its_softmax_in_a_dtype(triton_device, dtype, few_programs):  # noqa: F811
     """Logits this close are ties in 16 bits: the lowest expert wins there, the larger logit in float32."""
