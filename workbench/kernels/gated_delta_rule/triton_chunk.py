@@ -1,14 +1,15 @@
-"""The gated delta rule in chunks, Triton: two kernels, or four where a sequence is split over the multiprocessors.
+"""The gated delta rule in chunks, Triton: three kernels, or five where a sequence is split over the multiprocessors.
 
-    systems   per chunk, all at once:      T = (I + kkt)^-1 diag(beta),   P = (q k^T) D,   e^G, e^{G_C - G}
-    scan      per value head, in order:    v' = T (v - e^G S k),   o = e^G S q + P v',   S <- e^{G_C} S + (..k)^T v'
+    gates     per chunk, all at once:      G, e^G, e^{G_C - G}
+    systems   per chunk, all at once:      T = (I + kkt)^-1 diag(beta),   R = (q k^T) D T
+    scan      per value head, in order:    r = v - e^G S k,   o = e^G S q + R r,   S <- e^{G_C} S + (..k)^T T r
 
 Formulas and shapes are in `triton_chunk_kernels`. A sequence whose heads leave multiprocessors idle is split into
 segments of whole chunks: `scan` runs ahead over all but the last to find what each makes of a state (b_r from none, and
 the transition M_r), `join_segments` forms S_{r+1} = b_r + M_r S_r, and `scan` proper starts each segment from its
 state. Nothing is left out: the result differs by rounding alone.
 
-Products are taken in the dtype of v, into which q and k are rounded first, accumulated in fp32: v, S, T, P and v' are
+Products are taken in the dtype of v, into which q and k are rounded first, accumulated in fp32: S, T, R and r are
 rounded to it for their products, the state itself stays fp32 in registers. In fp16 each row of the state is brought
 into its range by a power of two. G is summed in fp64 under cumsum `float64`, and its differences are formed from two
 fp32 numbers; under `float32` from one.
@@ -35,7 +36,7 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 REQUIRES = triton_runs.REQUIRES
-#: Tensor cores take S, T, P, r and v' in the dtype of v.
+#: Tensor cores take S, T, R and r in the dtype of v.
 ROUNDS_INSIDE = True
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 MOST_HEAD_SIZE = 256
@@ -170,7 +171,7 @@ def chosen(
 ) -> Plan:  # fmt: skip
     """The plan of a call whose sequences have `counts` chunks.
 
-    Tiles of 128 value channels read T, P, k and q once where tiles of 64 read them twice, but leave fewer programs: for
+    Tiles of 128 value channels read T, R, k and q once where tiles of 64 read them twice, but leave fewer programs: for
     calls that fill the multiprocessors twice over even so.
     """
     multiprocessors = _properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -303,7 +304,7 @@ def launched(
 
     count, segments, ahead, spans = (x.shape[0] for x in (layout.chunks, layout.segments, layout.ahead, layout.spans))
     cumsum, factors = empty(count, heads, 2, chunk), empty(count, heads, chunk, 2)
-    system, score = (empty(count, heads, chunk, chunk, dtype=dtype) for _ in range(2))
+    system = empty(count, heads, 2, chunk, chunk, dtype=dtype)
     out = empty(shapes.batch, shapes.tokens, heads, value_dim, dtype=dtype)
     state = empty(shapes.sequences, heads, key_dim, value_dim)
     ends = empty(segments, heads, key_dim, value_dim) if ahead else state  # not read where nothing runs ahead
@@ -316,12 +317,12 @@ def launched(
     products = FP32_PRODUCTS if dtype == torch.float32 else "tf32"  # no matter for narrower operands
     chained = triton_runs.is_chained(device)
     by_copy_engine = is_bulk(plan, shapes, q, k, v)
-    tiles: tuple[Any, ...] = (q, k, v, system, score, factors, out)
+    tiles: tuple[Any, ...] = (q, k, v, system, system, factors, out)
     if by_copy_engine:
-        keys, values, square = (1, chunk, key_dim), (1, chunk, block), (chunk, chunk)
-        sizes = (keys, keys, values, square, square, (1, 2 * chunk), values)
+        keys, values = (1, chunk, key_dim), (1, chunk, block)
+        sizes = (keys, keys, values, (chunk, chunk), (2 * chunk, chunk), (1, 2 * chunk), values)
         tiles = tuple(tile_descriptor(x, size) for x, size in zip(tiles, sizes, strict=True))
-    q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factor_tiles, out_tiles = tiles
+    q_tiles, k_tiles, v_tiles, square_tiles, system_tiles, factor_tiles, out_tiles = tiles
     of_all = {"V": heads, "C": chunk, "CHAINED": chained}
     of_products = {
         **of_all, "GROUP": heads // shapes.key_heads, "K": key_dim, "BK": padded(key_dim), "DOT": products,
@@ -334,7 +335,7 @@ def launched(
         HEADS=at_once, WIDE_SUM=policy.cumsum == "float64", **of_all, num_warps=8,
     )  # fmt: skip
     kernels.systems[heads, count](
-        q, k, beta, layout.chunks, cumsum, system_tiles, score_tiles, row_chunks, shapes.tokens,
+        q, k, beta, layout.chunks, cumsum, square_tiles, row_chunks, shapes.tokens,
         *q.stride()[:3], *k.stride()[:3], *beta.stride(),
         LEAVES=leaves, PRECISION=inverse, **of_products,
         num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
@@ -343,7 +344,7 @@ def launched(
     def scan(table: Tensor, blocks: int, is_ahead: bool) -> None:
         stages = plan.ahead_stages if is_ahead else plan.stages
         kernels.scan[blocks, heads, table.shape[0]](
-            q_tiles, k_tiles, v_tiles, system_tiles, score_tiles, factor_tiles, factors, table,
+            q_tiles, k_tiles, v_tiles, square_tiles if is_ahead else system_tiles, factor_tiles, factors, table,
             state if initial is None else initial, ends, transitions, out_tiles, state,
             layout.chunks if flags is None else flags,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],

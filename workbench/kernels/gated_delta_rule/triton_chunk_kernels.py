@@ -2,11 +2,12 @@
 
 For a chunk of C rows with cumulative log decay G, D_ij = exp(G_i - G_j) for j <= i and 0 above, and S entering:
 
-    systems:  X = (I + strictly lower part of beta_i (k_i . k_j) D_ij)^-1,   T = X diag(beta),   P = (q k^T) D
-    scan:     r = v - e^G S k,   v' = T r,   o = e^G S q + P v',   S <- e^{G_C} S + (e^{G_C - G} k)^T v'
+    systems:  X = (I + strictly lower part of beta_i (k_i . k_j) D_ij)^-1,   T = X diag(beta),   R = (q k^T) D T
+    scan:     r = v - e^G S k,   v' = T r,   o = e^G S q + R r,   S <- e^{G_C} S + (e^{G_C - G} k)^T v'
 
 U = T v and W = T e^G k of the textbook form are never formed: T r = U - W S, for one product with T instead of two
-and nothing of size [C, K] in memory.
+and nothing of size [C, K] in memory. Nor is v' rounded for a product with (q k^T) D: R is multiplied out before, to
+more digits. Where keys repeat, the sum over v' telescopes, and its rounding would be most of the error.
 
 Where CHAINED, a kernel is started while the one before it drains, and waits for its results just before it reads them.
 """
@@ -131,12 +132,12 @@ def gates(
 
 @triton.jit(do_not_specialize=["chunks_of_row", "tokens"])
 def systems(
-    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, score_ptr, chunks_of_row, tokens,
+    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, chunks_of_row, tokens,
     q_batch, q_token, q_head, k_batch, k_token, k_head, beta_batch, beta_token, beta_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, IS_BULK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """T and P [N, V, C, C] in the dtype of q; a program is (value head, chunk).
+    """T and R [N, V, 2, C, C] in the dtype of q; a program is (value head, chunk).
 
     Rows past the end of a sequence have keys, queries and beta of zero: they write nothing. All loads are issued before
     the first product: the copy engine, which is waited for load by load, is slower here.
@@ -161,17 +162,19 @@ def systems(
         gdc_launch_dependents()
     difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
     decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
-    score = (product(q, tl.trans(k), DOT) * decay).to(q.dtype)
-    if IS_BULK:
-        score_ptr.store([(place * C).to(tl.int32), 0], score)
-    else:
-        tl.store(score_ptr + place * C * C + (i * C + j), score)
+    score = product(q, tl.trans(k), DOT) * decay
+    if PRECISION == "float16":
+        score = score.to(tl.float16)  # half the registers until it is needed
     lower = tl.where(i > j, product(k, tl.trans(k), DOT) * decay * beta_here, 0.0)
-    system = (unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta_there).to(q.dtype)
+    system = unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta_there
+    readout = product(score, system, PRECISION)
     if IS_BULK:
-        system_ptr.store([(place * C).to(tl.int32), 0], system)
+        system_ptr.store([(place * 2 * C).to(tl.int32), 0], system.to(q.dtype))
+        system_ptr.store([(place * 2 * C).to(tl.int32) + C, 0], readout.to(q.dtype))
     else:
-        tl.store(system_ptr + place * C * C + (i * C + j), system)
+        square = system_ptr + place * 2 * C * C + (i * C + j)
+        tl.store(square, system.to(q.dtype))
+        tl.store(square + C * C, readout.to(q.dtype))
 
 
 @triton.jit
@@ -196,7 +199,7 @@ def larger(a, b):
 
 @triton.jit
 def scan(
-    q_ptr, k_ptr, v_ptr, system_ptr, score_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
+    q_ptr, k_ptr, v_ptr, system_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
     transition_ptr, out_ptr, state_ptr, words_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -229,7 +232,9 @@ def scan(
 
     row, channel = tl.arange(0, C), tl.arange(0, BK)
     is_channel = channel < K
-    square = row[:, None] * C + row[None, :]
+    # Ahead T alone, else R below it: one product gives v' and what the output has of it.
+    SQUARES: tl.constexpr = 1 if IS_AHEAD else 2
+    square = tl.arange(0, SQUARES * C)[:, None] * C + row[None, :]
     is_transition = False
     width = W
     if IS_AHEAD:
@@ -272,7 +277,7 @@ def scan(
             at = token.to(tl.int32)
             k = tl.reshape(k_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
             v = tl.reshape(v_rows.load([batch.to(tl.int32), at, head * W + block * BV]), [C, BV])
-            system = system_ptr.load([(place * C).to(tl.int32), 0])
+            system = system_ptr.load([(place * 2 * C).to(tl.int32), 0])
             since_start, to_end = tl.split(tl.reshape(factor_ptr.load([place.to(tl.int32), 0]), [C, 2]))
         else:
             is_key = is_row[:, None] & is_channel[None, :]
@@ -282,7 +287,7 @@ def scan(
                 v_rows + token * v_token + (row[:, None] * v_token + column[None, :]),
                 mask=is_value & (not is_transition), other=0.0,
             )  # fmt: skip
-            system = tl.load(system_ptr + place * C * C + square)
+            system = tl.load(system_ptr + place * 2 * C * C + square)
             factors = factor_ptr + place * 2 * C + 2 * row
             since_start, to_end = tl.load(factors), tl.load(factors + 1)
         over_chunk = tl.load(decay_ptr + place * 2 * C + 2 * (C - 1))
@@ -297,15 +302,13 @@ def scan(
         if not IS_AHEAD:
             if IS_BULK:
                 q = tl.reshape(q_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
-                score = score_ptr.load([(place * C).to(tl.int32), 0])
             else:
                 q = tl.load(
                     q_rows + token * q_token + (row[:, None] * q_token + channel[None, :]), mask=is_key, other=0.0
                 )  # fmt: skip
-                score = tl.load(score_ptr + place * C * C + square)
             inter = product(narrow, tl.trans(q), DOT) * power[:, None] * since_start[None, :]
-            values, size = narrowed(written, dtype)
-            wide = inter + product(values, tl.trans(score), DOT) * size[:, None]
+            written, intra = tl.split(tl.permute(tl.reshape(written, [BV, 2, C]), [0, 2, 1]))
+            wide = inter + intra
             if HAS_FLAGS:
                 high = larger(high, tl.reduce(wide, 1, larger))
                 low = larger(low, tl.reduce(-wide, 1, larger))
