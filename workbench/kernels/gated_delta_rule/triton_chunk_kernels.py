@@ -198,6 +198,12 @@ def larger(a, b):
 
 
 @triton.jit
+def smaller(a, b):
+    """The smaller of two numbers, NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def scan(
     q_ptr, k_ptr, v_ptr, system_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
     transition_ptr, out_ptr, state_ptr, words_ptr,
@@ -264,11 +270,14 @@ def scan(
     elif not IS_AHEAD:
         state = tl.load(ends_ptr + ((number - 1) * V + head) * K * W + place_in_state, mask=in_state, other=0.0)
 
+    v_row = batch.to(tl.int32)
+    if is_transition:
+        v_row = -1  # outside of v the copy engine gives zeros
     k_rows = k_ptr if IS_BULK else k_ptr + batch * k_batch + key_head * k_head
     q_rows = q_ptr if IS_BULK else q_ptr + batch * q_batch + key_head * q_head
     v_rows = v_ptr if IS_BULK else v_ptr + batch * v_batch + head * v_head
     out_rows = out_ptr if IS_BULK else out_ptr + batch * out_batch + head * out_head
-    high, low = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    high, low = tl.zeros([BV, 4], tl.float32), tl.zeros([BV, 4], tl.float32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         place = (chunk + step) * V + head
         token = first + step * C
@@ -276,7 +285,7 @@ def scan(
         if IS_BULK:
             at = token.to(tl.int32)
             k = tl.reshape(k_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
-            v = tl.reshape(v_rows.load([batch.to(tl.int32), at, head * W + block * BV]), [C, BV])
+            v = tl.reshape(v_rows.load([v_row, at, head * W + block * BV]), [C, BV])
             system = system_ptr.load([(place * 2 * C).to(tl.int32), 0])
             since_start, to_end = tl.split(tl.reshape(factor_ptr.load([place.to(tl.int32), 0]), [C, 2]))
         else:
@@ -294,10 +303,7 @@ def scan(
 
         narrow, power = narrowed(state, dtype)
         known = product(narrow, tl.trans(k), DOT) * power[:, None]
-        rest = tl.trans(v).to(tl.float32)
-        if IS_BULK and IS_AHEAD:
-            rest = tl.where(is_transition, 0.0, rest)
-        rest, size = narrowed(rest - since_start[None, :] * known, dtype)
+        rest, size = narrowed(tl.trans(v).to(tl.float32) - since_start[None, :] * known, dtype)
         written = product(rest, tl.trans(system), DOT) * size[:, None]
         if not IS_AHEAD:
             if IS_BULK:
@@ -310,8 +316,9 @@ def scan(
             written, intra = tl.split(tl.permute(tl.reshape(written, [BV, 2, C]), [0, 2, 1]))
             wide = inter + intra
             if HAS_FLAGS:
-                high = larger(high, tl.reduce(wide, 1, larger))
-                low = larger(low, tl.reduce(-wide, 1, larger))
+                held = tl.reshape(wide, [BV, C // 8, 4, 2])  # a thread of a product holds these two axes: no exchange
+                high = larger(high, tl.reduce(tl.reduce(held, 3, larger), 1, larger))
+                low = smaller(low, tl.reduce(tl.reduce(held, 3, smaller), 1, smaller))
             out = tl.trans(wide.to(dtype))
             if IS_BULK:
                 out_rows.store([batch.to(tl.int32), at, head * W + block * BV], tl.reshape(out, [1, C, BV]))
@@ -334,8 +341,8 @@ def scan(
         # Of what was rounded the largest is the largest rounded. No bits of a sign: of a zero or a NaN.
         high = high.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         low = low.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(words_ptr + 2, tl.max(high, 0), sem="relaxed")
-        tl.atomic_max(words_ptr + 3, tl.max(low, 0), sem="relaxed")
+        tl.atomic_max(words_ptr + 2, tl.max(tl.max(high, 1), 0), sem="relaxed")
+        tl.atomic_max(words_ptr + 3, tl.max(tl.max(low, 1), 0), sem="relaxed")
 
 
 @triton.jit
