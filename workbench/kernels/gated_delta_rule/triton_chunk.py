@@ -1,15 +1,15 @@
 """The gated delta rule in chunks, Triton: three kernels, or five where a sequence is split over the multiprocessors.
 
-    gates     per chunk, all at once:      G, e^G, e^{G_C - G}
-    systems   per chunk, all at once:      T = (I + kkt)^-1 diag(beta),   R = (q k^T) D T
-    scan      per value head, in order:    r = v - e^G S k,   o = e^G S q + R r,   S <- e^{G_C} S + (..k)^T T r
+    gates     per chunk, all at once:      G, e^G
+    systems   per chunk, all at once:      T = (I + kkt)^-1 diag(beta),   R = (q k^T) D T,   E = diag(e^{G_C - G}) T
+    scan      per value head, in order:    r = v - e^G S k,   o = e^G S q + R r,   S <- e^{G_C} S + k^T E r
 
 Formulas and shapes are in `triton_chunk_kernels`. A sequence whose heads leave multiprocessors idle is split into
 segments of whole chunks: `scan` runs ahead over all but the last to find what each makes of a state (b_r from none, and
 the transition M_r), `join_segments` forms S_{r+1} = b_r + M_r S_r, and `scan` proper starts each segment from its
 state. Nothing is left out: the result differs by rounding alone.
 
-Products are taken in the dtype of v, into which q and k are rounded first, accumulated in fp32: S, T, R and r are
+Products are taken in the dtype of v, into which q and k are rounded first, accumulated in fp32: S, E, R and r are
 rounded to it for their products, the state itself stays fp32 in registers. In fp16 each row of the state is brought
 into its range by a power of two. G is summed in fp64 under cumsum `float64`, and its differences are formed from two
 fp32 numbers; under `float32` from one.
@@ -36,7 +36,7 @@ from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
 REQUIRES = triton_runs.REQUIRES
-#: Tensor cores take S, T, R and r in the dtype of v.
+#: Tensor cores take S, E, R and r in the dtype of v.
 ROUNDS_INSIDE = True
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 MOST_HEAD_SIZE = 256
@@ -171,7 +171,7 @@ def chosen(
 ) -> Plan:  # fmt: skip
     """The plan of a call whose sequences have `counts` chunks.
 
-    Tiles of 128 value channels read T, R, k and q once where tiles of 64 read them twice, but leave fewer programs: for
+    Tiles of 128 value channels read E, R, k and q once where tiles of 64 read them twice, but leave fewer programs: for
     calls that fill the multiprocessors twice over even so.
     """
     multiprocessors = _properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -303,7 +303,7 @@ def launched(
         return torch.empty(*shape, dtype=dtype, device=device)
 
     count, segments, ahead, spans = (x.shape[0] for x in (layout.chunks, layout.segments, layout.ahead, layout.spans))
-    cumsum, factors = empty(count, heads, 2, chunk), empty(count, heads, chunk, 2)
+    cumsum, factors = empty(count, heads, 2, chunk), empty(count, heads, chunk)
     system = empty(count, heads, 2, chunk, chunk, dtype=dtype)
     out = empty(shapes.batch, shapes.tokens, heads, value_dim, dtype=dtype)
     state = empty(shapes.sequences, heads, key_dim, value_dim)
@@ -320,7 +320,7 @@ def launched(
     tiles: tuple[Any, ...] = (q, k, v, system, system, factors, out)
     if by_copy_engine:
         keys, values = (1, chunk, key_dim), (1, chunk, block)
-        sizes = (keys, keys, values, (chunk, chunk), (2 * chunk, chunk), (1, 2 * chunk), values)
+        sizes = (keys, keys, values, (chunk, chunk), (2 * chunk, chunk), (1, chunk), values)
         tiles = tuple(tile_descriptor(x, size) for x, size in zip(tiles, sizes, strict=True))
     q_tiles, k_tiles, v_tiles, square_tiles, system_tiles, factor_tiles, out_tiles = tiles
     of_all = {"V": heads, "C": chunk, "CHAINED": chained}

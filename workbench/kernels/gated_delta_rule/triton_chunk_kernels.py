@@ -2,12 +2,13 @@
 
 For a chunk of C rows with cumulative log decay G, D_ij = exp(G_i - G_j) for j <= i and 0 above, and S entering:
 
-    systems:  X = (I + strictly lower part of beta_i (k_i . k_j) D_ij)^-1,   T = X diag(beta),   R = (q k^T) D T
-    scan:     r = v - e^G S k,   v' = T r,   o = e^G S q + R r,   S <- e^{G_C} S + (e^{G_C - G} k)^T v'
+    systems:  T = (I + strictly lower part of beta_i (k_i . k_j) D_ij)^-1 diag(beta)
+              R = (q k^T) D T,   E = diag(e^{G_C - G}) T
+    scan:     r = v - e^G S k,   o = e^G S q + R r,   S <- e^{G_C} S + k^T E r
 
 U = T v and W = T e^G k of the textbook form are never formed: T r = U - W S, for one product with T instead of two
-and nothing of size [C, K] in memory. Nor is v' rounded for a product with (q k^T) D: R is multiplied out before, to
-more digits. Where keys repeat, the sum over v' telescopes, and its rounding would be most of the error.
+and nothing of size [C, K] in memory. Nor is T r rounded for a product with (q k^T) D: R is multiplied out before, to
+more digits. Where keys repeat, the sum over T r telescopes, and its rounding would be most of the error.
 
 Where CHAINED, a kernel is started while the one before it drains, and waits for its results just before it reads them.
 """
@@ -101,7 +102,7 @@ def gates(
     g_ptr, chunks_ptr, cumsum_ptr, factor_ptr, chunks_of_row, tokens, g_batch, g_token, g_head,
     V: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, WIDE_SUM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """G in base 2 as two fp32 numbers [N, V, 2, C]; e^G, e^{G_C - G} [N, V, C, 2]. A program is (chunk, HEADS heads).
+    """G in base 2 as two fp32 numbers [N, V, 2, C], and e^G [N, V, C]; a program is (chunk, HEADS heads).
 
     Rows past the end of a sequence have no decay. Differences of sums that are rounded to fp32 lose the small gates
     beside large ones: where WIDE_SUM the second number holds what rounding takes from the sum in fp64, else zero.
@@ -122,12 +123,10 @@ def gates(
     else:
         wide = tl.cumsum(gate.to(tl.float32), 0) * LOG2_E
         total, rest = wide, wide * 0.0
-    last = tl.sum(tl.where(row == C - 1, wide, 0.0), 0)[None, :]
-    place = (chunk * V + head) * 2 * C + row
-    tl.store(cumsum_ptr + place, total, mask=head < V)
-    tl.store(cumsum_ptr + place + C, rest, mask=head < V)
-    tl.store(factor_ptr + place + row, tl.exp2(total), mask=head < V)
-    tl.store(factor_ptr + place + row + 1, tl.exp2((last - wide).to(tl.float32)), mask=head < V)
+    place = (chunk * V + head) * C + row
+    tl.store(cumsum_ptr + place + (chunk * V + head) * C, total, mask=head < V)
+    tl.store(cumsum_ptr + place + (chunk * V + head) * C + C, rest, mask=head < V)
+    tl.store(factor_ptr + place, tl.exp2(total), mask=head < V)
 
 
 @triton.jit(do_not_specialize=["chunks_of_row", "tokens"])
@@ -137,7 +136,7 @@ def systems(
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, IS_BULK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """T and R [N, V, 2, C, C] in the dtype of q; a program is (value head, chunk).
+    """E and R [N, V, 2, C, C] in the dtype of q; a program is (value head, chunk).
 
     Rows past the end of a sequence have keys, queries and beta of zero: they write nothing. All loads are issued before
     the first product: the copy engine, which is waited for load by load, is slower here.
@@ -160,7 +159,9 @@ def systems(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    difference = (tl.load(cumsum + i) - tl.load(cumsum + j)) + (tl.load(cumsum + C + i) - tl.load(cumsum + C + j))
+    total, rest = tl.load(cumsum + i), tl.load(cumsum + C + i)
+    difference = (total - tl.load(cumsum + j)) + (rest - tl.load(cumsum + C + j))
+    to_end = tl.exp2((tl.load(cumsum + C - 1) - total) + (tl.load(cumsum + 2 * C - 1) - rest))  # [C, 1]
     decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
     score = product(q, tl.trans(k), DOT) * decay
     if PRECISION == "float16":
@@ -168,6 +169,7 @@ def systems(
     lower = tl.where(i > j, product(k, tl.trans(k), DOT) * decay * beta_here, 0.0)
     system = unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta_there
     readout = product(score, system, PRECISION)
+    system = system * to_end
     if IS_BULK:
         system_ptr.store([(place * 2 * C).to(tl.int32), 0], system.to(q.dtype))
         system_ptr.store([(place * 2 * C).to(tl.int32) + C, 0], readout.to(q.dtype))
@@ -214,7 +216,7 @@ def scan(
 ):  # fmt: skip
     """One segment of one value head, BV value channels of it: chunk after chunk, the state in registers, transposed.
 
-    S^T [BV, BK], r^T, v'^T and o^T [BV, C]: each is the left operand of the next product, which tensor cores take
+    S^T [BV, BK], r^T, (E r)^T and o^T [BV, C]: each is the left operand of the next product, which tensor cores take
     from the registers where the last one left it.
 
     IS_AHEAD False writes `out`, and the state after the last segment of each sequence; it reads the state before any
@@ -238,7 +240,7 @@ def scan(
 
     row, channel = tl.arange(0, C), tl.arange(0, BK)
     is_channel = channel < K
-    # Ahead T alone, else R below it: one product gives v' and what the output has of it.
+    # Ahead E alone, else R below it: one product gives what is written and what the output has of it.
     SQUARES: tl.constexpr = 1 if IS_AHEAD else 2
     square = tl.arange(0, SQUARES * C)[:, None] * C + row[None, :]
     is_transition = False
@@ -287,7 +289,7 @@ def scan(
             k = tl.reshape(k_rows.load([batch.to(tl.int32), at, key_head * K]), [C, BK])
             v = tl.reshape(v_rows.load([v_row, at, head * W + block * BV]), [C, BV])
             system = system_ptr.load([(place * 2 * C).to(tl.int32), 0])
-            since_start, to_end = tl.split(tl.reshape(factor_ptr.load([place.to(tl.int32), 0]), [C, 2]))
+            since_start = tl.reshape(factor_ptr.load([place.to(tl.int32), 0]), [C])
         else:
             is_key = is_row[:, None] & is_channel[None, :]
             is_value = is_row[:, None] & is_column[None, :]
@@ -297,9 +299,8 @@ def scan(
                 mask=is_value & (not is_transition), other=0.0,
             )  # fmt: skip
             system = tl.load(system_ptr + place * 2 * C * C + square)
-            factors = factor_ptr + place * 2 * C + 2 * row
-            since_start, to_end = tl.load(factors), tl.load(factors + 1)
-        over_chunk = tl.load(decay_ptr + place * 2 * C + 2 * (C - 1))
+            since_start = tl.load(factor_ptr + place * C + row)
+        over_chunk = tl.load(decay_ptr + place * C + C - 1)
 
         narrow, power = narrowed(state, dtype)
         known = product(narrow, tl.trans(k), DOT) * power[:, None]
@@ -326,8 +327,8 @@ def scan(
                 tl.store(
                     out_rows + token * out_token + (row[:, None] * out_token + column[None, :]), out, mask=is_value
                 )
-        values, size = narrowed(written * to_end[None, :], dtype)
-        state = state * over_chunk + product(values, k, DOT) * size[:, None]
+        written, size = narrowed(written, dtype)
+        state = state * over_chunk + product(written, k, DOT) * size[:, None]
     if IS_AHEAD:
         if is_transition:
             tl.store(transition_ptr + (number * V + head) * K * K + place_in_state, state, mask=in_state)
