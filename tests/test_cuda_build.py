@@ -19,7 +19,9 @@ from workbench.kernels.gated_delta_rule import cuda_chunk
 
 CSRC = cuda_chunk.SOURCE.parent
 SOURCES = sorted(CSRC.glob("*.cu"))
-SMALL = {"BUILD_ELEMENT": "Bfloat16", "BUILD_KEYS": "64", "BUILD_ROWS": "16"}
+SMALL = {
+    "BUILD_ELEMENT": "Bfloat16", "BUILD_KEYS": "64", "BUILD_ROWS": "16", "BUILD_WARPS": "2", "BUILD_KEY_PARTS": "2",
+}  # fmt: skip
 
 #: What ninja and nvcc print when a source does not compile, as torch raises it.
 FAILED = """Error building extension 'workbench_chunk': [1/2] /usr/local/cuda/bin/nvcc -c chunk.cu -o chunk.cuda.o

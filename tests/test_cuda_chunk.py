@@ -11,6 +11,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,22 +45,29 @@ CHUNKED = {name: BACKENDS[name] for name in ("cuda_chunk", "cuda_chunk_split")}
 SHORT = replace(SAFE, chunk=16)
 
 
+#: What kernels.cpp is built with where a source has no such macro.
+ANY = {
+    "BUILD_ELEMENT": "float", "BUILD_KEYS": 64, "BUILD_ROWS": 16, "BUILD_WARPS": 2, "BUILD_KEY_PARTS": 1,
+    "ROW_PADDING_BYTES": 16, "BUILD_RANGES": 0,
+}  # fmt: skip
+
+
 class Host:
     """Libraries of the kernels for the CPU, by what they are built for; `order` shuffles the threads of a block."""
 
     def __init__(self, folder: Path):
         self.folder, self.built, self.order, self.has_tensor_cores = folder, {}, 1, True
 
-    def library(self, element: str, keys: int, rows: int, with_ranges: bool = False) -> ctypes.CDLL:
-        key = (element, keys, rows, int(self.has_tensor_cores), int(with_ranges))
+    def library(self, macros: Mapping[str, object]) -> ctypes.CDLL:
+        macros = dict(macros) | {"TENSOR_CORES": int(self.has_tensor_cores)}
+        key = "_".join(map(str, macros.values()))
         if key not in self.built:
-            target = self.folder / ("_".join(map(str, key)) + ".so")
+            target = self.folder / f"{key}.so"
             subprocess.run(
                 [
-                    "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-DBUILD_ELEMENT={element}",
-                    f"-DBUILD_KEYS={keys}", f"-DBUILD_ROWS={rows}", f"-DTENSOR_CORES={key[3]}",
-                    f"-DBUILD_RANGES={key[4]}", f"-I{HOST}", f"-I{cuda_chunk.SOURCE.parent}",
-                    str(HOST / "kernels.cpp"), "-o", str(target),
+                    "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HOST}", f"-I{cuda_chunk.SOURCE.parent}",
+                    *(f"-D{name}={value}" for name, value in macros.items()), str(HOST / "kernels.cpp"), "-o",
+                    str(target),
                 ],
                 check=True,
             )  # fmt: skip
@@ -79,11 +87,8 @@ def host(built_host, monkeypatch):
     """Every launch of this test runs on the CPU."""
     built_host.order, built_host.has_tensor_cores = 1, True
 
-    def library(dtype, key_dim, rows, _device, _row_padding, with_ranges):
-        return built_host.library(cuda_chunk.ELEMENTS[dtype], cuda_chunk.padded_keys(key_dim), rows, with_ranges)
-
-    monkeypatch.setattr(cuda_chunk, "library", library)
-    monkeypatch.setattr(cuda_recurrent, "library", lambda _device: built_host.library("float", 64, 16))
+    monkeypatch.setattr(cuda_build, "built", lambda _source, macros, _capability: built_host.library(ANY | macros))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(cuda_chunk, "launch_stream", lambda _device: ctypes.c_void_p(built_host.order))
     monkeypatch.setattr(cuda_chunk, "most_shared_bytes", lambda _device: 227 << 10)
     return built_host
@@ -179,11 +184,20 @@ def test_the_order_in_which_threads_run_changes_no_bit(host, name):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_one_stage_of_shared_memory_gives_the_bits_of_two(host, monkeypatch):
+@pytest.mark.parametrize("name", CHUNKED)
+def test_little_shared_memory_makes_other_blocks_and_the_same_result(host, name, monkeypatch):
+    """Two stages or one: the same bits. One warp for all keys and not two: sums in another order."""
     inputs = cast(spec.example(tokens=40, seed=6), F32)
-    two = cuda_chunk.run(**inputs, policy=SHORT)
-    monkeypatch.setattr(cuda_chunk, "most_shared_bytes", lambda _device: 0)
-    assert all(torch.equal(a, b) for a, b in zip(two, cuda_chunk.run(**inputs, policy=SHORT), strict=True))
+    warps = {"cuda_chunk": cuda_chunk.WARPS, "cuda_chunk_split": cuda_chunk.SPLIT_WARPS}[name]
+    stage, exchange = cuda_chunk.stage_bytes(F32, 16, 16, warps, False), cuda_chunk.exchange_bytes(16, warps, 2)
+    found = {}
+    for most in (2 * stage + exchange, stage + exchange, stage):
+        monkeypatch.setattr(cuda_chunk, "most_shared_bytes", lambda _device, most=most: most)
+        blocks = cuda_chunk.blocks_of(F32, 16, 16, warps, False, most)
+        found[blocks.key_parts, blocks.stages] = CHUNKED[name].run(**inputs, policy=SHORT)
+    assert list(found) == [(2, 2), (2, 1), (1, 1)]
+    for a, b, c in zip(*found.values(), strict=True):
+        assert torch.equal(a, b) and relative_error(c, a.double()) < 1e-6
 
 
 def served(policy, tokens=75, warps=2):
@@ -311,16 +325,16 @@ def test_an_observer_of_tensors_sees_the_state_and_no_stage(host):
     assert list(observer.seen) == [taps.GDN_STATE] and observer.seen[taps.GDN_STATE] is state
 
 
-def test_structs_and_sizes_are_those_of_the_sources(host):
-    for rows in (16, 64):
-        found = host.library("Bfloat16", 64, rows)
-        for warps in (cuda_chunk.WARPS, cuda_chunk.SPLIT_WARPS):
-            for limits_rows in (0, 1):
-                size = cuda_chunk.stage_bytes(BF16, rows, 24, warps, bool(limits_rows))
-                assert found.stage_bytes(warps, limits_rows) == size
-            assert found.exchange_bytes(warps) == cuda_chunk.exchange_bytes(rows, warps)
-        assert found.chunk_argument_bytes() == ctypes.sizeof(cuda_chunk.ChunkArguments)
-        assert found.recurrent_argument_bytes() == ctypes.sizeof(cuda_recurrent.RecurrentArguments)
+@pytest.mark.parametrize(("warps", "key_parts"), ((8, 1), (2, 2)))
+def test_structs_and_sizes_are_those_of_the_sources(host, warps, key_parts):
+    macros = {"BUILD_ELEMENT": "Bfloat16", "BUILD_WARPS": warps, "BUILD_KEY_PARTS": key_parts}
+    found = host.library(ANY | macros)
+    for limits_rows in (0, 1):
+        size = cuda_chunk.stage_bytes(BF16, 16, 24, warps, bool(limits_rows))
+        assert found.stage_bytes(limits_rows) == size
+    assert found.exchange_bytes() == cuda_chunk.exchange_bytes(16, warps, key_parts)
+    assert found.chunk_argument_bytes() == ctypes.sizeof(cuda_chunk.ChunkArguments)
+    assert found.recurrent_argument_bytes() == ctypes.sizeof(cuda_recurrent.RecurrentArguments)
 
 
 def test_a_launch_that_fails_is_an_error(host, monkeypatch):
@@ -338,8 +352,10 @@ def test_a_launch_that_fails_is_an_error(host, monkeypatch):
 
 def test_the_path_is_told(host):
     inputs = spec.example(tokens=40, value_dim=128)
-    assert cuda_chunk.path(**inputs, policy=SAFE) == "chunks of 64, 1 block for each head, 2 chunks in shared memory"
-    assert cuda_chunk_split.path(**inputs, policy=SHORT).startswith("chunks of 16, 4 blocks for each head")
+    assert cuda_chunk.path(**inputs, policy=SHORT) == (
+        "chunks of 16, 1 block of 16 warps for each head, 2 chunks in shared memory"
+    )
+    assert cuda_chunk_split.path(**inputs, policy=SAFE).startswith("chunks of 64, 4 blocks of 4 warps for each head")
 
 
 def call(policy=SAFE, dtype=BF16, shape=(32, 128, 128), capability=(9, 0), tokens=64, needs_grad=False):
@@ -366,7 +382,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(given, reason):
 def test_what_it_serves():
     assert cuda_chunk.supports(call()) is None
     assert cuda_chunk.supports(call(policy=replace(SAFE, chunk=48), tokens=1)) is None
-    assert cuda_chunk_split.supports(call(policy=replace(SAFE, chunk=32), capability=(7, 5))) is None
+    assert cuda_chunk_split.supports(call(capability=(7, 5))) is None
     assert cuda_chunk.supports(call(policy=replace(SAFE, chunk=32), dtype=F32, capability=(7, 5))) is None
     assert cuda_recurrent.supports(call(tokens=1)) is None
     assert "chunked form" in cuda_recurrent.supports(call(policy=PRESETS["fla"]))

@@ -1,5 +1,5 @@
-// The kernels of the gated delta rule for a CPU, see block_model.h. Built with -DBUILD_ELEMENT=... -DBUILD_KEYS=...
-// -DBUILD_ROWS=..., the functions have the names and arguments of those that nvcc builds.
+// The kernels of the gated delta rule for a CPU, see block_model.h. Built with the macros of chunk.cu,
+// the functions have the names and arguments of those that nvcc builds.
 #define KERNEL_HOST_MODEL "block_model.h"
 #include "chunk.cuh"
 #include "recurrent.cuh"
@@ -26,26 +26,18 @@ void multiply_tile(float (&tile)[4], const Left<T>& left, unsigned upper, unsign
 
 using block_model::launch;
 
-template <int WARPS, int KEY_PARTS>
-void scan(const ChunkArguments& a, int stages, unsigned seed) {
-    using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
-    int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
-    int bytes = stages * Layout::bytes(a.u != nullptr) + Layout::exchange_bytes(KEY_PARTS);
-    launch(parts * a.value_heads * a.sequences, 1, 32 * WARPS * KEY_PARTS, bytes, seed,
-           [&] { chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS, KEY_PARTS>(a, stages); });
-}
-
 extern "C" {
 
-int launch_chunks(const ChunkArguments* a, int warps, int stages, void* seed) {
+int launch_chunks(const ChunkArguments* a, int stages, void* seed) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
+    using Block = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS>;
     unsigned order = (unsigned)(unsigned long long)seed;
     launch(a->chunks, a->value_heads, Layout::THREADS, Layout::bytes(), order,
            [=] { chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>(*a); });
-    if (warps == 8)
-        scan<8, 1>(*a, stages, order);
-    else
-        scan<2, 2>(*a, stages, order);
+    int parts = (a->value_dim + Block::COLUMNS - 1) / Block::COLUMNS;
+    int bytes = stages * Block::bytes(a->u != nullptr) + Block::exchange_bytes(BUILD_KEY_PARTS);
+    launch(parts * a->value_heads * a->sequences, 1, 32 * BUILD_WARPS * BUILD_KEY_PARTS, bytes, order,
+           [=] { chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS, BUILD_KEY_PARTS>(*a, stages); });
     return 0;
 }
 
@@ -57,13 +49,11 @@ int launch_recurrent(const RecurrentArguments* a, void* seed) {
     return 0;
 }
 
-int stage_bytes(int warps, int limits_rows) {
-    return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::bytes(limits_rows)
-                      : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::bytes(limits_rows);
+int stage_bytes(int limits_rows) {
+    return Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS>::bytes(limits_rows);
 }
-int exchange_bytes(int warps) {
-    return warps == 8 ? Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 8>::exchange_bytes(1)
-                      : Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, 2>::exchange_bytes(2);
+int exchange_bytes() {
+    return Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS>::exchange_bytes(BUILD_KEY_PARTS);
 }
 int chunk_argument_bytes() { return sizeof(ChunkArguments); }
 int recurrent_argument_bytes() { return sizeof(RecurrentArguments); }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,10 +34,8 @@ ROUNDS_INSIDE = True
 REQUIRES = Requires(devices=("cuda",), capability=(7, 5), dtypes=(torch.bfloat16, torch.float16, torch.float32))
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 
-#: Warps of a block of the scan side by side, with 16 value columns each, and how many share the columns of one: what
-#: kernels exist for. Those that share hand on three products of 16 columns in fp32.
+#: Warps of a block of the scan side by side, with 16 value columns each.
 WARPS, SPLIT_WARPS = 8, 2
-KEY_PARTS = {WARPS: 1, SPLIT_WARPS: 2}
 #: Rows of a chunk that kernels exist for, and key sizes: a smaller one is filled up with zeros.
 CHUNKS, KEY_SIZES = (16, 32, 64), (64, 128)
 
@@ -109,9 +108,26 @@ def stage_bytes(
     return rows * tiles * size + (4 * rows + 4) * 4
 
 
-def exchange_bytes(rows: int, warps: int) -> int:
+def exchange_bytes(rows: int, warps: int, key_parts: int) -> int:
     """Shared memory behind the stages of the scan: what csrc/chunk.cuh calls Stage::exchange_bytes."""
-    return 0 if KEY_PARTS[warps] == 1 else 3 * warps * rows * 16 * 4
+    return 0 if key_parts == 1 else 2 * warps * rows * 16 * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of the scan: `warps` side by side, each with `key_parts` that share its columns, `stages` chunks held."""
+
+    warps: int
+    key_parts: int
+    stages: int
+
+
+def blocks_of(dtype: torch.dtype, rows: int, key_dim: int, warps: int, limits_rows: bool, most: int) -> Blocks:
+    """The blocks for what shared memory holds, `most` bytes: two warps for the same columns before two stages."""
+    stage = stage_bytes(dtype, rows, key_dim, warps, limits_rows)
+    key_parts = 2 if stage + exchange_bytes(rows, warps, 2) <= most else 1
+    stages = 2 if 2 * stage + exchange_bytes(rows, warps, key_parts) <= most else 1
+    return Blocks(warps, key_parts, stages)
 
 
 def padded_keys(key_dim: int) -> int:
@@ -137,7 +153,7 @@ def form_refusal(call: Call, warps: int) -> str | None:
     if call.machine.capability is None:
         return None
     rows, limits_rows = chunk_rows(policy, call.tokens), policy.clamp("solve_rows", "prefill") is not None
-    needed = stage_bytes(call.dtype, rows, key_dim, warps, limits_rows) + exchange_bytes(rows, warps)
+    needed = stage_bytes(call.dtype, rows, key_dim, warps, limits_rows)
     found = cuda_build.shared_bytes(call.machine.capability)
     if needed > found:
         return (
@@ -164,12 +180,13 @@ def tables(bounds: tuple[int, ...], rows: int, device: torch.device) -> tuple[Te
 
 
 def library(
-    dtype: torch.dtype, key_dim: int, rows: int, device: torch.device, row_padding: int = ROW_PADDING,
+    dtype: torch.dtype, key_dim: int, rows: int, blocks: Blocks, device: torch.device, row_padding: int = ROW_PADDING,
     with_ranges: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
-    """The kernels for a dtype, key size and chunk on the device's architecture, built on first use."""
+    """The kernels for a dtype, key size, chunk and blocks on the device's architecture, built on first use."""
     macros = {
         "BUILD_ELEMENT": ELEMENTS[dtype], "BUILD_KEYS": str(padded_keys(key_dim)), "BUILD_ROWS": str(rows),
+        "BUILD_WARPS": str(blocks.warps), "BUILD_KEY_PARTS": str(blocks.key_parts),
         "ROW_PADDING_BYTES": str(row_padding), "BUILD_RANGES": str(int(with_ranges)),
     }  # fmt: skip
     return cuda_build.built(SOURCE, macros, torch.cuda.get_device_capability(device))
@@ -220,9 +237,10 @@ def run_in_blocks(
         "sequence_table": sequence_table, "ranges": None,
         "state_flag": None if flags is None else flags[0], "out_flag": None if flags is None else flags[1],
     }  # fmt: skip
+    blocks = blocks_of(dtype, rows, key_dim, warps, limits_rows, most_shared_bytes(device))
     with_ranges = tap is not None and taps.inside(tap) is not None and taps.takes_ranges(tap)
     if with_ranges:
-        slots = max(rows // 16, KEY_PARTS[warps] * warps * -(-value_dim // (16 * warps)))
+        slots = max(rows // 16, blocks.key_parts * warps * -(-value_dim // (16 * warps)))
         nothing = torch.tensor([math.inf, -math.inf, 0.0, 0.0, 0.0], device=device)
         tensors["ranges"] = nothing.repeat(len(RANGES), chunks, value_heads, slots, 1)
     pieces = 16 // dtype.itemsize
@@ -239,10 +257,9 @@ def run_in_blocks(
         range_slots=slots if with_ranges else 0, limits_state=policy.clamp("state", phase) is not None,
         **{field: Limits.of(policy.clamp(site, phase)) for field, site in _CLAMPS.items()},
     )  # fmt: skip
-    stages = stages_of(dtype, key_dim, warps, policy, tokens, device)
-    found = library(dtype, key_dim, rows, device, row_padding, with_ranges)
+    found = library(dtype, key_dim, rows, blocks, device, row_padding, with_ranges)
     with torch.cuda.device_of(v):
-        code = found.launch_chunks(ctypes.byref(arguments), warps, stages, launch_stream(device))
+        code = found.launch_chunks(ctypes.byref(arguments), blocks.stages, launch_stream(device))
     raise_for(code, found, f"gated_delta_rule in chunks of {rows}")
     if with_ranges:
         show_ranges(tap, tensors["ranges"], limits_rows, min(rows, tokens), key_dim, value_dim)
@@ -272,23 +289,14 @@ def most_shared_bytes(device: torch.device) -> int:
     return cuda_build.shared_bytes(torch.cuda.get_device_capability(device))
 
 
-def stages_of(
-    dtype: torch.dtype, key_dim: int, warps: int, policy: NumericsPolicy, tokens: int, device: torch.device
-) -> int:
-    """Chunks in shared memory at a time: the next one is fetched while one is computed, where there is room for two."""
-    limits_rows = policy.clamp("solve_rows", spec.phase_of(tokens)) is not None
-    rows = chunk_rows(policy, tokens)
-    two = 2 * stage_bytes(dtype, rows, key_dim, warps, limits_rows) + exchange_bytes(rows, warps)
-    return 2 if two <= most_shared_bytes(device) else 1
-
-
 def path_in_blocks(q: Tensor, v: Tensor, policy: NumericsPolicy, warps: int) -> str:
     """The way that a call takes, for the attestation."""
-    tokens, blocks = q.shape[1], -(-v.shape[3] // (16 * warps))
-    stages = stages_of(v.dtype, q.shape[3], warps, policy, tokens, v.device)
+    tokens, count = q.shape[1], -(-v.shape[3] // (16 * warps))
+    rows, limits_rows = chunk_rows(policy, tokens), policy.clamp("solve_rows", spec.phase_of(tokens)) is not None
+    blocks = blocks_of(v.dtype, rows, q.shape[3], warps, limits_rows, most_shared_bytes(v.device))
     return (
-        f"chunks of {chunk_rows(policy, tokens)}, {blocks} block{'s' * (blocks > 1)} for each head, {stages} chunk"
-        f"{'s' * (stages > 1)} in shared memory"
+        f"chunks of {rows}, {count} block{'s' * (count > 1)} of {warps * blocks.key_parts} warps for each head, "
+        f"{blocks.stages} chunk{'s' * (blocks.stages > 1)} in shared memory"
     )
 
 

@@ -1,5 +1,6 @@
-// Launches of the chunk kernels for one dtype, one padded key size and one chunk, which the build names:
-// -DELEMENT=Bfloat16 -DKEYS=128 -DROWS=64. Plain C functions, no torch.
+// Launches of the chunk kernels for what the build names: -DBUILD_ELEMENT=Bfloat16, the padded key size -DBUILD_KEYS=128,
+// chunks of -DBUILD_ROWS=64, and blocks of the scan of -DBUILD_WARPS=8 by -DBUILD_KEY_PARTS=2 warps. Plain C functions,
+// no torch.
 #include "chunk.cuh"
 
 namespace {
@@ -10,14 +11,13 @@ cudaError_t allow(Kernel kernel, int bytes) {
     return cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <int WARPS, int KEY_PARTS>
 cudaError_t scan(const ChunkArguments& a, int stages, cudaStream_t stream) {
-    using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS>;
-    auto kernel = chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, WARPS, KEY_PARTS>;
-    int bytes = stages * Layout::bytes(a.u != nullptr) + Layout::exchange_bytes(KEY_PARTS);
+    using Layout = Stage<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS>;
+    auto kernel = chunk_scan<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS, BUILD_WARPS, BUILD_KEY_PARTS>;
+    int bytes = stages * Layout::bytes(a.u != nullptr) + Layout::exchange_bytes(BUILD_KEY_PARTS);
     int parts = (a.value_dim + Layout::COLUMNS - 1) / Layout::COLUMNS;
     if (cudaError_t error = allow(kernel, bytes)) return error;
-    kernel<<<parts * a.value_heads * a.sequences, 32 * WARPS * KEY_PARTS, bytes, stream>>>(a, stages);
+    kernel<<<parts * a.value_heads * a.sequences, 32 * BUILD_WARPS * BUILD_KEY_PARTS, bytes, stream>>>(a, stages);
     return cudaGetLastError();
 }
 
@@ -25,9 +25,8 @@ cudaError_t scan(const ChunkArguments& a, int stages, cudaStream_t stream) {
 
 extern "C" {
 
-// Both kernels on a stream of the current device; 0 or a cudaError. Blocks of the scan have `warps` side by side: 8, or
-// 2 of which each shares its columns with a second one.
-int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) {
+// Both kernels on a stream of the current device, with `stages` chunks in shared memory; 0 or a cudaError.
+int launch_chunks(const ChunkArguments* a, int stages, void* stream) {
     using Layout = Prepared<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     auto prepare = chunk_prepare<BUILD_ELEMENT, BUILD_KEYS, BUILD_ROWS>;
     int bytes = Layout::bytes();
@@ -36,7 +35,7 @@ int launch_chunks(const ChunkArguments* a, int warps, int stages, void* stream) 
         prepare<<<dim3(a->chunks, a->value_heads), Layout::THREADS, bytes, (cudaStream_t)stream>>>(*a);
         if (cudaError_t error = cudaGetLastError()) return error;
     }
-    return warps == 8 ? scan<8, 1>(*a, stages, (cudaStream_t)stream) : scan<2, 2>(*a, stages, (cudaStream_t)stream);
+    return scan(*a, stages, (cudaStream_t)stream);
 }
 
 const char* error_text(int error) { return cudaGetErrorString((cudaError_t)error); }

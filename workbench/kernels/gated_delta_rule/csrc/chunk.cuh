@@ -450,7 +450,7 @@ struct Stage {
     }
     // Behind the stages: a product of 16 columns and ROWS for each warp that hands one on.
     static constexpr int PRODUCT = ROWS / 8 * 32;  // in pieces of 16 bytes
-    ON_BOTH static constexpr int exchange_bytes(int key_parts) { return key_parts == 1 ? 0 : 3 * WARPS * PRODUCT * 16; }
+    ON_BOTH static constexpr int exchange_bytes(int key_parts) { return key_parts == 1 ? 0 : 2 * WARPS * PRODUCT * 16; }
 };
 
 template <int TILES>
@@ -621,29 +621,25 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
         scale_down<T>(o, scales);
         float v[TILES][4];  // read before any warp can have put its output in their place
         load_transposed(v, v_tile, Layout::VALUE_STRIDE, lane);
+        Range of_inter = no_range(), of_state = no_range();
+        // Places of r of the two warps, and then of o of the second: a lane reads what the same lane has written.
+        float4* place = (float4*)(memory + stages * bytes) + warp * Layout::PRODUCT;
+        constexpr int NEXT = WARPS * Layout::PRODUCT;
         if constexpr (KEY_PARTS > 1) {
-            float4* place = (float4*)(memory + stages * bytes) + warp * Layout::PRODUCT;
-            constexpr int NEXT = WARPS * Layout::PRODUCT;
             hand_on(place + key_part * NEXT, r, lane);
-            if (key_part > 0) hand_on(place + 2 * NEXT, o, lane);
             wait_for_block();
             add_handed(r, place + (1 - key_part) * NEXT, lane);
-            if (key_part == 0) add_handed(o, place + 2 * NEXT, lane);
+            if (key_part > 0) hand_on(place, o, lane);
         }
-        Range of_inter = no_range(), of_state = no_range();
 #pragma unroll
         for (int c = 0; c < TILES; c++) {
             Two beta = two_of(factors + c * 8 + pair), read = two_of(factors + ROWS + c * 8 + pair);
-            Two readout = two_of(factors + 2 * ROWS + c * 8 + pair);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 r[c][i] = (i % 2 ? beta.y : beta.x) * v[c][i] - (i % 2 ? read.y : read.x) * r[c][i];
-                o[c][i] *= i % 2 ? readout.y : readout.x;
-                if (column + i / 2 * 8 < a.value_dim) seen(of_inter, o[c][i]);
             }
         }
         long long matrix = (long long)(first_chunk + step) * a.value_heads + head;
-        if (key_part == 0) put_range(a, RANGE_INTER, matrix, part * WARPS + warp, of_inter, lane);
 
         // v'^T
         float corrections[TILES][4] = {};
@@ -661,7 +657,19 @@ __global__ void __launch_bounds__(32 * WARPS * KEY_PARTS) chunk_scan(ChunkArgume
         }
 
         // o^T
+        if constexpr (KEY_PARTS > 1) wait_for_block();
         if (key_part == 0) {
+            if constexpr (KEY_PARTS > 1) add_handed(o, place, lane);
+#pragma unroll
+            for (int c = 0; c < TILES; c++) {
+                Two readout = two_of(factors + 2 * ROWS + c * 8 + pair);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    o[c][i] *= i % 2 ? readout.y : readout.x;
+                    if (column + i / 2 * 8 < a.value_dim) seen(of_inter, o[c][i]);
+                }
+            }
+            put_range(a, RANGE_INTER, matrix, part * WARPS + warp, of_inter, lane);
             scales = scales_of<T>(corrections);
             scale_up<T>(o, scales);
             if (a.exponent_form >= MULTIPLY_MASK) {  // v' may be NaN, and 0 times that has to show
