@@ -79,16 +79,19 @@ class Layout:
     """Where chunks and segments of a call stand, int32 on its device.
 
     chunks    [N, 3] batch row, first token, tokens
-    segments  [M, 8] number, first chunk, chunks, batch row, first token, tokens, sequence whose state enters or -1 for
-              that of the segment before, sequence whose state leaves or -1
-    ahead     [A, 8] those of `segments` that are not the last of their sequence
+    segments  [M, 9] number, first chunk, chunks, batch row, first token, tokens, sequence whose state enters or -1 for
+              that of the segment before, sequence whose state leaves or -1, 1 where that is its last state
+    ahead     [A, 9] those of `segments` that are not the last of their sequence
     spans     [S', 2] first segment and count, of sequences with three segments or more
+    tails     [R, 9] last chunks that are not whole, where they go apart: segments that begin with the state that the
+              others have left
     """
 
     chunks: Tensor
     segments: Tensor
     ahead: Tensor
     spans: Tensor
+    tails: Tensor
 
 
 Bounds = tuple[int, ...] | None
@@ -102,30 +105,36 @@ def _places(bounds: Bounds, batch: int, tokens: int) -> list[tuple[int, int, int
 
 
 @functools.lru_cache(maxsize=64)
-def layout_of(bounds: Bounds, batch: int, tokens: int, chunk: int, segment: int, device: torch.device) -> Layout:
+def layout_of(
+    bounds: Bounds, batch: int, tokens: int, chunk: int, segment: int, has_tails: bool, device: torch.device
+) -> Layout:
     """The layout of packed sequences between `bounds`, or of `batch` rows of `tokens`. Each has as many segments as
     leave `segment` chunks to all of them, at least one; an empty one has a segment of no chunk, which hands on its
-    state."""
+    state. `has_tails` puts last chunks that are not whole apart."""
     chunks: list[tuple[int, ...]] = []
     segments: list[tuple[int, ...]] = []
-    ahead, spans = [], []
+    ahead, spans, tails = [], [], []
     for sequence, (row, start, stop) in enumerate(_places(bounds, batch, tokens)):
-        count = -(-(stop - start) // chunk)
+        rest = (stop - start) % chunk if has_tails else 0
+        count = -(-(stop - start - rest) // chunk)
         parts = parts_of(count, segment)
         if parts > 2:
             spans.append((len(segments), parts))
         for part in range(parts):
             begin = part * count // parts
             end = (part + 1) * count // parts
-            token = start + begin * chunk
+            token, is_last = start + begin * chunk, part == parts - 1
             segments.append((
-                len(segments), len(chunks) + begin, end - begin, row, token, min(stop, start + end * chunk) - token,
-                sequence if part == 0 else -1, sequence if part == parts - 1 else -1,
+                len(segments), len(chunks) + begin, end - begin, row, token,
+                min(stop - rest, start + end * chunk) - token,
+                sequence if part == 0 else -1, sequence if is_last else -1, int(is_last and not rest),
             ))  # fmt: skip
-            if part < parts - 1:
+            if not is_last:
                 ahead.append(segments[-1])
+        if rest:
+            tails.append((0, len(chunks) + count, 1, row, stop - rest, rest, sequence, sequence, 1))
         chunks += [(row, first, min(chunk, stop - first)) for first in range(start, stop, chunk)]
-    tables = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (chunks, segments, ahead, spans))
+    tables = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (chunks, segments, ahead, spans, tails))
     return Layout(*tables)
 
 
@@ -196,15 +205,22 @@ def chosen(
 def _segment(blocks: int, key_blocks: int, counts: tuple[int, ...], multiprocessors: int) -> int:
     """Fewest chunks of a segment, by the least time of the scans: `blocks` programs for each segment, and of those that
     run ahead and are not the first of their sequence `key_blocks` more, for their transition."""
-    longest = max(counts)
+    longest, total = max(counts), sum(counts)
+
+    def chunks_in_a_row(length: int, programs: int, work: int) -> float:
+        """How many chunks one multiprocessor does after another; the last program begins anywhere."""
+        return length if programs <= multiprocessors else work / multiprocessors + length / 2
 
     def microseconds(segment: int) -> float:
         parts = [parts_of(count, segment) for count in counts]
         length = -(-longest // parts_of(longest, segment))
         main = blocks * sum(parts)
-        ahead = blocks * sum(n - 1 for n in parts) + key_blocks * sum(max(0, n - 2) for n in parts)
-        launches = (max(parts) > 1) + (max(parts) > 2)
-        return length * (SCAN * -(-main // multiprocessors) + AHEAD * -(-ahead // multiprocessors)) + LAUNCH * launches
+        first, between = sum(n - 1 for n in parts), sum(max(0, n - 2) for n in parts)
+        time = SCAN * chunks_in_a_row(length, main, blocks * total)
+        if first:
+            ahead = blocks * first + key_blocks * between
+            time += AHEAD * chunks_in_a_row(length, ahead, ahead * length) + LAUNCH * (1 + (between > 0))
+        return time
 
     return min((-(-longest // n) for n in range(1, MOST_PARTS + 1)), key=microseconds) if longest > 1 else 1
 
@@ -256,20 +272,23 @@ class Shapes:
         counts = tuple(-(-(stop - start) // self.chunk) for _, start, stop in places)
         return chosen(dtype, self.chunk, self.key_dim, self.value_dim, self.value_heads, counts, device)
 
-    def layout(self, plan: Plan, device: torch.device) -> Layout:
-        return layout_of(self.bounds, self.batch, self.tokens, self.chunk, plan.segment, device)
+    def layout(self, plan: Plan, has_tails: bool, device: torch.device) -> Layout:
+        return layout_of(self.bounds, self.batch, self.tokens, self.chunk, plan.segment, has_tails, device)
 
 
 def path(q: Tensor, k: Tensor, v: Tensor, *, policy: NumericsPolicy, cu_seqlens: Tensor | None = None, **_: Any) -> str:
     """``split into 4 segments of 64 chunks, tiles moved by the copy engine``."""
     shapes = Shapes.of(q, v, cu_seqlens, policy)
     plan = shapes.plan(v.dtype, v.device)
-    layout = shapes.layout(plan, v.device)
+    by_copy_engine = is_bulk(plan, shapes, q, k, v)
+    layout = shapes.layout(plan, by_copy_engine and shapes.bounds is not None, v.device)
     segments, chunks = layout.segments.shape[0], layout.chunks.shape[0]
     parts = f"split into {segments} segments of" if segments > shapes.sequences else "not split,"
     average = -(-chunks // segments) if segments > shapes.sequences else chunks
-    mover = "the copy engine" if is_bulk(plan, shapes, q, k, v) else "threads"
-    return f"{parts} {average} chunk{'' if average == 1 else 's'}, tiles moved by {mover}"
+    mover = "the copy engine" if by_copy_engine else "threads"
+    tails = layout.tails.shape[0]
+    apart = f", {tails} tail{'' if tails == 1 else 's'} by threads" if tails else ""
+    return f"{parts} {average} chunk{'' if average == 1 else 's'}, tiles moved by {mover}{apart}"
 
 
 def run(
@@ -294,9 +313,11 @@ def launched(
     dtype, device = v.dtype, v.device
     shapes = Shapes.of(q, v, cu_seqlens, policy)
     plan = plan or shapes.plan(dtype, device)
-    layout = shapes.layout(plan, device)
     chunk, heads, key_dim, value_dim = shapes.chunk, shapes.value_heads, shapes.key_dim, shapes.value_dim
     q, k, v = (readable(x, dtype) for x in (q, k, v))
+    by_copy_engine = is_bulk(plan, shapes, q, k, v)
+    # The copy engine knows of no end but that of a batch row: the tail of a packed sequence is for threads.
+    layout = shapes.layout(plan, by_copy_engine and shapes.bounds is not None, device)
     initial = None if initial_state is None else initial_state.to(torch.float32).contiguous()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -316,17 +337,15 @@ def launched(
     leaves, inverse = INVERSE_PRODUCTS.get(dtype, (FP32_PRODUCTS, FP32_PRODUCTS))
     products = FP32_PRODUCTS if dtype == torch.float32 else "tf32"  # no matter for narrower operands
     chained = triton_runs.is_chained(device)
-    by_copy_engine = is_bulk(plan, shapes, q, k, v)
     tiles: tuple[Any, ...] = (q, k, v, system, system, factors, out)
     if by_copy_engine:
         keys, values = (1, chunk, key_dim), (1, chunk, block)
         sizes = (keys, keys, values, (chunk, chunk), (2 * chunk, chunk), (1, chunk), values)
         tiles = tuple(tile_descriptor(x, size) for x, size in zip(tiles, sizes, strict=True))
-    q_tiles, k_tiles, v_tiles, square_tiles, system_tiles, factor_tiles, out_tiles = tiles
+    q_tiles, k_tiles, v_tiles, square_tiles, pair_tiles, factor_tiles, out_tiles = tiles
     of_all = {"V": heads, "C": chunk, "CHAINED": chained}
     of_products = {
         **of_all, "GROUP": heads // shapes.key_heads, "K": key_dim, "BK": padded(key_dim), "DOT": products,
-        "IS_BULK": by_copy_engine,
     }  # fmt: skip
 
     row_chunks = 0 if shapes.bounds is not None else -(-shapes.tokens // chunk)
@@ -337,46 +356,49 @@ def launched(
     kernels.systems[heads, count](
         q, k, beta, layout.chunks, cumsum, square_tiles, row_chunks, shapes.tokens,
         *q.stride()[:3], *k.stride()[:3], *beta.stride(),
-        LEAVES=leaves, PRECISION=inverse, **of_products,
+        LEAVES=leaves, PRECISION=inverse, IS_BULK=by_copy_engine, **of_products,
         num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
     )  # fmt: skip
 
-    def scan(table: Tensor, blocks: int, is_ahead: bool) -> None:
-        stages = plan.ahead_stages if is_ahead else plan.stages
+    def scan(
+        table: Tensor, blocks: int, entering: Tensor | None, *, is_ahead: bool = False, is_tail: bool = False
+    ) -> None:
+        stages = plan.ahead_stages if is_ahead else 1 if is_tail else plan.stages
+        system_tiles = square_tiles if is_ahead else pair_tiles
+        read = (q_tiles, k_tiles, v_tiles, system_tiles, factor_tiles)
+        written = out_tiles
+        if is_tail:
+            read, written = (q, k, v, system, factors), out
         kernels.scan[blocks, heads, table.shape[0]](
-            q_tiles, k_tiles, v_tiles, square_tiles if is_ahead else system_tiles, factor_tiles, factors, table,
-            state if initial is None else initial, ends, transitions, out_tiles, state,
+            *read, factors, table, state if entering is None else entering, ends, transitions, written, state,
             layout.chunks if flags is None else flags,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            W=value_dim, BV=block, STAGES=stages, HAS_INITIAL=initial is not None, IS_AHEAD=is_ahead,
-            HAS_FLAGS=flags is not None and not is_ahead, **of_products,
+            W=value_dim, BV=block, STAGES=stages, HAS_INITIAL=entering is not None, IS_AHEAD=is_ahead,
+            IS_BULK=by_copy_engine and not is_tail, HAS_FLAGS=flags is not None and not is_ahead, **of_products,
             num_warps=plan.warps, num_stages=stages, launch_pdl=chained,
         )  # fmt: skip
 
     if ahead:
-        scan(layout.ahead, blocks + (-(-key_dim // block) if spans else 0), True)
+        scan(layout.ahead, blocks + (-(-key_dim // block) if spans else 0), initial, is_ahead=True)
     if spans:
         kernels.join_segments[blocks, heads, spans](
             ends, transitions, layout.spans,
             K=key_dim, W=value_dim, BK=padded(key_dim), BV=block, PRECISION="tf32x3", V=heads, CHAINED=chained,
             num_warps=8, num_stages=1, launch_pdl=chained,
         )  # fmt: skip
-    scan(layout.segments, blocks, False)
+    scan(layout.segments, blocks, initial)
+    if layout.tails.shape[0]:
+        scan(layout.tails, blocks, state, is_tail=True)
     return out, state
 
 
 def is_bulk(plan: Plan, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the copy engine can move the tiles of a call: it takes whole tiles, from addresses and in steps of 16
-    bytes, and knows of no end but that of a batch row, so that no tile may reach into the next packed sequence."""
-    bounds, block = shapes.bounds, min(plan.block, padded(shapes.value_dim))
+    """Whether the copy engine can move the tiles of a call: whole tiles, from addresses and in steps of 16 bytes."""
     return (
         plan.bulk
         and (triton_runs.is_chained(v.device) or v.device.type == "cpu")  # from the same capability on
-        and shapes.value_dim % block == 0
+        and shapes.value_dim % min(plan.block, padded(shapes.value_dim)) == 0
         and shapes.key_dim == padded(shapes.key_dim)
-        and (
-            bounds is None or all((stop - start) % shapes.chunk == 0 for start, stop in itertools.pairwise(bounds[:-1]))
-        )
         and all(_in_steps(x, v.dtype) for x in (q, k, v))
     )
 

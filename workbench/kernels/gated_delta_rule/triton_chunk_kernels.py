@@ -25,7 +25,7 @@ from workbench.kernels import flags_kernels, triton_runs
 LEAF = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 #: Columns of the table of chunks, and of segments: see `triton_chunk.Layout`.
-CHUNK_COLUMNS, SEGMENT_COLUMNS = tl.constexpr(3), tl.constexpr(8)
+CHUNK_COLUMNS, SEGMENT_COLUMNS = tl.constexpr(3), tl.constexpr(9)
 
 INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
 
@@ -337,7 +337,8 @@ def scan(
     elif leaving >= 0:
         tl.store(state_ptr + (leaving * V + head) * K * W + place_in_state, state, mask=in_state)
         if HAS_FLAGS:
-            flags_kernels.raise_words(words_ptr, 0, state)
+            if tl.load(here + 8) != 0:
+                flags_kernels.raise_words(words_ptr, 0, state)
     if HAS_FLAGS:
         # Of what was rounded the largest is the largest rounded. No bits of a sign: of a zero or a NaN.
         high = high.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
