@@ -19,10 +19,14 @@ from workbench.numerics import Clamp, NumericsPolicy
 from workbench.taps import Tap
 
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
-#: Elements of the state that a program holds in registers: 64 of each of 256 threads.
+#: Elements of the state that a program holds in registers at most: 128 of each of 128 threads.
 MOST_ELEMENTS = 1 << 14
-#: Programs below which the columns of a head are split, down to blocks of MIN_COLUMNS, to occupy a large GPU.
-ENOUGH_PROGRAMS, MIN_COLUMNS = 256, 16
+#: Columns of a head that a program takes at most. The H200 writes more of a state in a second by four programs of two
+#: warps on a multiprocessor than by two of four: 128 columns cost 17.0 us for 8 sequences of 32 heads of 128, 64 cost
+#: 11.4, 32 cost 10.8.
+MOST_COLUMNS = 64
+#: Programs below which the columns are halved, down to MIN_COLUMNS, and warps are doubled, to occupy a large GPU.
+ENOUGH_PROGRAMS, MIN_COLUMNS = 1024, 16
 
 
 def supports(call: Call) -> str | None:
@@ -53,14 +57,29 @@ def limits(clamp: Clamp | None) -> tuple[float, float]:
     return (0.5, 0.5) if clamp is None else tuple(min(max(x, -largest), largest) for x in (clamp.lo, clamp.hi))
 
 
-def columns_of(programs: int, key_dim: int, value_dim: int) -> tuple[int, int, int]:
-    """(BK, BW, warps): the block of the state of one program, for so many programs with a whole head each."""
+def block_of(key_dim: int, value_dim: int, most_columns: int | None = None) -> tuple[int, int]:
+    """(BK, BW): powers of two that hold a state [K, W], or `most_columns` of its columns."""
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    return rows, columns if most_columns is None else min(columns, most_columns)
+
+
+def tile_of(rows: int, columns: int, elements: int) -> dict[str, int]:
+    """Axes R, C, N, D of a block (see the kernels) and warps, for so many elements of it in a thread."""
+    warps = max(1, min(16, rows * columns // (32 * elements), columns // 4))
+    width = columns // warps
+    lanes = min(rows, max(1, 128 // width))  # along the rows: a lane reads four columns at once
+    return {"R": lanes, "C": warps, "N": rows // lanes, "D": width, "num_warps": warps}
+
+
+def split_of(heads: int, key_dim: int, value_dim: int) -> tuple[int, dict[str, int]]:
+    """(blocks of columns of a head, `tile_of` each) for so many heads of all sequences."""
+    rows, columns = block_of(key_dim, value_dim, MOST_COLUMNS)
     while columns > 1 and rows * columns > MOST_ELEMENTS:
         columns //= 2
-    while columns > MIN_COLUMNS and programs * -(-value_dim // columns) < ENOUGH_PROGRAMS:
+    while columns > MIN_COLUMNS and heads * -(-value_dim // columns) < ENOUGH_PROGRAMS:
         columns //= 2
-    return rows, columns, min(8, max(1, rows * columns // 2048))
+    blocks = -(-value_dim // columns)
+    return blocks, tile_of(rows, columns, 128 if heads * blocks >= ENOUGH_PROGRAMS else 64)
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -88,13 +107,12 @@ def run(
     state = torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=q.device)
     of_gate = joined(policy.clamp("raw_gate", phase), policy.clamp("decode_gate", phase))
     of_state = policy.clamp("state", phase)
-    rows, columns, warps = columns_of(sequences * value_heads, key_dim, value_dim)
-    recurrent_kernel[sequences * value_heads * -(-value_dim // columns),](
+    blocks, tile = split_of(sequences * value_heads, key_dim, value_dim)
+    recurrent_kernel[sequences * value_heads * blocks,](
         q, k, v, log_decay, beta, first, places, out, state, flags, *limits(of_gate), *limits(of_state), tokens,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_decay.stride(), *beta.stride(),
-        V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim, BK=rows, BW=columns,
+        V=value_heads, GROUP=value_heads // key_heads, K=key_dim, W=value_dim,
         ONE_TOKEN=tokens == 1 and bounds is None, IS_PACKED=bounds is not None, HAS_STATE=first is not None,
-        CLAMPS_GATE=of_gate is not None, CLAMPS_STATE=of_state is not None, RAISES_FLAGS=flags is not None,
-        num_warps=warps,
+        CLAMPS_GATE=of_gate is not None, CLAMPS_STATE=of_state is not None, RAISES_FLAGS=flags is not None, **tile,
     )  # fmt: skip
     return spec.without_nan(policy, out, taps.observe(tap, taps.GDN_STATE, state))
