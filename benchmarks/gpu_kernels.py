@@ -169,6 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", action="append", metavar="OP", help="only this op; may be repeated")
     parser.add_argument("--tokens", action="append", metavar="SEQUENCESxTOKENS", help="only these; may be repeated")
+    parser.add_argument("--without", action="append", default=[], metavar="SIDE", help="leave this side out; may be "
+                        "repeated: a library that ends the process")  # fmt: skip
     parser.add_argument("--shape", help="this shape in the place of the plan's")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--minutes", type=float, help="no case is begun after so many; what is left is told")
@@ -183,12 +185,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     settings = Settings(device=options.device, rounds=options.rounds, minutes=options.minutes)
     planned = entries(options.only, options.tokens, dtype_named(options.dtype), options.shape)
+    planned = [
+        Entry(entry.case, [side for side in entry.sides if side.label.split(",")[0] not in options.without])
+        for entry in planned
+    ]
     if options.compile:
         compile_sides(planned, options.compile, options.compile_seconds)
     outcome = run_suite(
         planned, settings, name=NAME, folder=options.out, project=ROOT, say=lambda line: print(line, flush=True),
         measured=None if options.commit is None else (options.commit, False),
-        conditions={"fla": f"FLA_FLASH_QLA={os.environ['FLA_FLASH_QLA']}"},
+        conditions={"fla": f"FLA_FLASH_QLA={os.environ['FLA_FLASH_QLA']}", "left out": options.without},
     )  # fmt: skip
     print(outcome.path)
     return 0
