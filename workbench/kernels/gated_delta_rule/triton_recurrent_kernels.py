@@ -33,14 +33,14 @@ def over_rows(x):
 
 
 @triton.jit
-def one_token(state, q, k, v, decay, beta, state_lo, state_hi, CLAMPS_STATE: tl.constexpr):
+def one_token(state, q, k, q_dot_k, v, decay, beta, state_lo, state_hi, CLAMPS_STATE: tl.constexpr):
     """One token: state [R, C, N, D], q, k [R, N], v [C, D], fp32, 0 outside of K and W -> (out [C, D], state)."""
     q_rows, k_rows = q[:, None, :, None], k[:, None, :, None]
     delta = beta * (v - decay * over_rows(state * k_rows))
     if CLAMPS_STATE:
         state = limited(decay * state + k_rows * delta[None, :, None, :], state_lo, state_hi)
         return over_rows(state * q_rows), state
-    out = decay * over_rows(state * q_rows) + tl.sum(tl.sum(k * q, 1), 0) * delta
+    out = decay * over_rows(state * q_rows) + q_dot_k * delta
     return out, decay * state + k_rows * delta[None, :, None, :]
 
 
@@ -141,7 +141,10 @@ def recurrent_kernel(
         gate, strength = tl.load(log_decay).to(tl.float32), tl.load(beta).to(tl.float32)
         if CLAMPS_GATE:
             gate = limited(gate, gate_lo, gate_hi)
-        read, state = one_token(state, q_now, k_now, v_now, tl.exp(gate), strength, state_lo, state_hi, CLAMPS_STATE)
+        q_dot_k = tl.sum(tl.sum(k_now * q_now, 1), 0)
+        read, state = one_token(
+            state, q_now, k_now, q_dot_k, v_now, tl.exp(gate), strength, state_lo, state_hi, CLAMPS_STATE
+        )
         read = read.to(out.dtype.element_ty)
         tl.store(out, read, mask=has_column)
         if RAISES_FLAGS:
@@ -157,8 +160,9 @@ def recurrent_kernel(
             strength = tl.load(beta + t * beta_t).to(tl.float32)
             if CLAMPS_GATE:
                 gate = limited(gate, gate_lo, gate_hi)
+            q_dot_k = tl.sum(tl.sum(k_now * q_now, 1), 0)
             read, state = one_token(
-                state, q_now, k_now, v_now, tl.exp(gate), strength, state_lo, state_hi, CLAMPS_STATE
+                state, q_now, k_now, q_dot_k, v_now, tl.exp(gate), strength, state_lo, state_hi, CLAMPS_STATE
             )
             read = read.to(out.dtype.element_ty)
             tl.store(out + t * V * W, read, mask=has_column)

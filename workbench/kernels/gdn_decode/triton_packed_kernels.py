@@ -124,10 +124,14 @@ def packed_decode_kernel(
     old = tl.load(state + place, mask=inside, other=0.0, eviction_policy=EVICTION)
 
     q, k = convolved(q_inputs, q_taps, R * N), convolved(k_inputs, k_taps, R * N)
-    q, k = tl.reshape(q, [R, N]), tl.reshape(k, [R, N])
     v = tl.reshape(convolved(v_inputs, v_taps, C * D), [C, D])
-    q *= tl.rsqrt(tl.sum(tl.sum(q * q, 1), 0) + L2_EPS) * SCALE
-    k *= tl.rsqrt(tl.sum(tl.sum(k * k, 1), 0) + L2_EPS)
+    # All sums over the key channels in one reduction; a sum of four numbers that every thread has picks one of them.
+    sums = tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), 0)
+    first, second = tl.arange(0, 2)[:, None], tl.arange(0, 2)[None, :]
+    q_size = tl.rsqrt(tl.sum(tl.sum(tl.where((first == 0) & (second == 0), sums, 0.0), 1), 0) + L2_EPS) * SCALE
+    k_size = tl.rsqrt(tl.sum(tl.sum(tl.where((first == 1) & (second == 0), sums, 0.0), 1), 0) + L2_EPS)
+    q_dot_k = tl.sum(tl.sum(tl.where((first == 0) & (second == 1), sums, 0.0), 1), 0) * (q_size * k_size)
+    q, k = tl.reshape(q, [R, N]) * q_size, tl.reshape(k, [R, N]) * k_size
     if PAST > 0:
         is_last = head % GROUP == 0
         if IN_PLACE:
@@ -148,7 +152,7 @@ def packed_decode_kernel(
     gate = -tl.exp(rate) * softplus(gate)
     if CLAMPS_GATE:
         gate = limited(gate, gate_lo, gate_hi)
-    read, new = one_token(old, q, k, v, tl.exp(gate), beta, state_lo, state_hi, CLAMPS_STATE)
+    read, new = one_token(old, q, k, q_dot_k, v, tl.exp(gate), beta, state_lo, state_hi, CLAMPS_STATE)
     tl.store(new_state + place, new, mask=inside, eviction_policy=EVICTION)
 
     read = tl.reshape(read.to(dtype), [C * D])
