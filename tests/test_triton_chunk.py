@@ -113,6 +113,13 @@ def test_extremes_are_right_in_fp32_and_finite_in_fp16(name, triton_device):  # 
     assert out.cpu()[exact.abs() < 6e4].isfinite().all()  # what is read of a state of 1e6 may be more than fp16 holds
 
 
+@pytest.mark.parametrize("name", ["repeated_keys", "repeated_keys_at_one_beta"])
+def test_repeated_keys_cost_no_digits(name, triton_device):  # noqa: F811
+    """Where T r is rounded for its product with (q k^T) D, as in most kernels, the output is ten times as far off."""
+    inputs = cast(VALID_EXTREMES[name].make(130, 0), torch.float16, triton_device)
+    assert_near(triton_chunk.run(**inputs, policy=NumericsPolicy()), inputs)
+
+
 def test_a_state_beyond_fp16_keeps_its_digits(triton_device):  # noqa: F811
     inputs = cast(VALID_EXTREMES["state_beyond_fp16"].make(130, 0), torch.float16, triton_device)
     inputs["q"] *= 1e-3  # so that what is read of it is within fp16
