@@ -1,13 +1,17 @@
 """Raising the words of a tap point in a kernel in Triton: the layout is that of `tracing.flags`.
 
 Thousands of programs that raise one word wait in line for its address, half a nanosecond each. So each reads the word
-first and raises it only where it has more: a word that was read early is too low, never too high, so that none is lost.
+first and raises it only where it has more: a word that was read early is too low, never too high, so that none is
+lost. Reading waits in the same line: a kernel of many short programs has no more than PROGRAMS where there are flags.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+#: Programs of a kernel with flags, of all axes: several for each multiprocessor of a large card.
+PROGRAMS = 2048
 
 
 @triton.jit
@@ -33,6 +37,12 @@ def words_of(x):
     high, low = tl.maximum(tl.max(bits, 0), 0), tl.maximum(tl.max(turned, 0), 0)
     larger = tl.maximum(high, low)
     return tl.where(larger > 0x7F800000, larger, high), tl.where(larger > 0x7F800000, larger, low)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two numbers, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

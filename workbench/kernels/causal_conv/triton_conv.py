@@ -47,6 +47,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `spec`. `flags` int32 [1, 2]: words of `taps.GDN_CONV`."""
     from workbench.kernels.causal_conv import triton_conv_kernels as kernels
+    from workbench.kernels.flags_kernels import PROGRAMS
 
     batch, tokens, channels = x.shape
     width = weight.shape[1]
@@ -61,9 +62,11 @@ def run(
     settings = kernels.settings(tokens, x.dtype)
     table = None if bounds is None else tiles(bounds, settings.tokens, x.device)
     count = batch * max(1, -(-tokens // settings.tokens)) if table is None else len(table)
-    kernels.conv_kernel[(-(-channels // settings.channels), count)](
+    columns = -(-channels // settings.channels)
+    programs = count if flags is None else min(count, max(1, PROGRAMS // columns))
+    kernels.conv_kernel[(columns, programs)](
         x, row_major(weight), window, y, new_window, table, flags,
-        tokens, channels, x.stride(0), x.stride(1),
+        tokens, channels, count, x.stride(0), x.stride(1),
         WIDTH=width, TOKENS=settings.tokens, CHANNELS=settings.channels, num_warps=settings.warps,
     )  # fmt: skip
     return y, new_window

@@ -63,6 +63,7 @@ def run_gated_rms_norm(
 
 
 def _normed(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, flags: Tensor | None) -> Tensor:
+    from workbench.kernels.flags_kernels import PROGRAMS
     from workbench.kernels.norms import triton_rms_kernels as kernels
 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -73,7 +74,8 @@ def _normed(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, flags: T
     rows = rows_of(x)
     gates = rows if gate is None else rows_of(gate)
     settings = kernels.settings(width, count)
-    kernels.norm_kernel[(-(-count // settings.rows),)](
+    programs = -(-count // settings.rows)
+    kernels.norm_kernel[(programs if flags is None else min(programs, PROGRAMS),)](
         rows.x, None if gate is None else gates.x, row_major(weight), y, flags, count, eps,
         rows.heads, rows.outer, rows.inner, gates.heads, gates.outer, gates.inner,
         WIDTH=width, ROWS=settings.rows, COLUMNS=settings.columns, num_warps=settings.warps,
