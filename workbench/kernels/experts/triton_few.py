@@ -70,7 +70,7 @@ def by_pair(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     columns = max(1, values // (ranks * depth))
     down_of_token_kernel[(cdiv(hidden_size, columns), tokens)](
         hidden, experts, down, out, flags, **sizes, RANKS=ranks, COLUMNS=columns, DEPTH=depth, EARLY=tokens == 1,
-        RAISES_FLAGS=flags is not None, MERGED=tokens > 1, num_warps=warps, launch_pdl=chained,
+        RAISES_FLAGS=flags is not None, num_warps=warps, launch_pdl=chained,
     )  # fmt: skip
     return out
 

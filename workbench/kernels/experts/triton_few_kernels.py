@@ -40,7 +40,7 @@ def swiglu(gate, up):
 def gate_up_of_pair_kernel(
     x_ptr, weights_ptr, experts_ptr, gate_up_ptr, hidden_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHAINED: tl.constexpr, CACHE: tl.constexpr = "",
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """hidden[p] = weights[p] * silu(gate[e] x_t) * (up[e] x_t), e = experts[p]; a program has ROWS values of one pair.
 
@@ -59,8 +59,8 @@ def gate_up_of_pair_kernel(
         channel = start + tl.arange(0, DEPTH)
         place = expert_ptr + row[:, None] * D + channel[None, :]
         is_inside = (row < I)[:, None] & (channel < D)[None, :]
-        gate_weight = tl.load(place, mask=is_inside, other=0.0, cache_modifier=CACHE)
-        up_weight = tl.load(place + I * D, mask=is_inside, other=0.0, cache_modifier=CACHE)
+        gate_weight = tl.load(place, mask=is_inside, other=0.0)
+        up_weight = tl.load(place + I * D, mask=is_inside, other=0.0)
         x = tl.load(x_ptr + (pair // A) * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
         gate += gate_weight.to(tl.float32) * x
         up += up_weight.to(tl.float32) * x
@@ -73,7 +73,7 @@ def down_of_token_kernel(
     hidden_ptr, experts_ptr, down_ptr, out_ptr, flags_ptr,
     A: tl.constexpr, D: tl.constexpr, I: tl.constexpr,  # noqa: E741
     RANKS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr, CACHE: tl.constexpr = "", MERGED: tl.constexpr = True,
+    EARLY: tl.constexpr, CHAINED: tl.constexpr, RAISES_FLAGS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum_a down[e] hidden[t * A + a], e = experts[t, a]; a program has COLUMNS values of one token.
 
@@ -93,7 +93,7 @@ def down_of_token_kernel(
         channel = start + tl.arange(0, DEPTH)
         place = expert[:, None, None] * (D * I) + column[None, :, None] * I + channel[None, None, :]
         is_inside = is_rank[:, None, None] & (column < D)[None, :, None] & (channel < I)[None, None, :]
-        weight = tl.load(down_ptr + place, mask=is_inside, other=0.0, cache_modifier=CACHE)
+        weight = tl.load(down_ptr + place, mask=is_inside, other=0.0)
         if CHAINED and EARLY and start == 0:
             gdc_wait()
             gdc_launch_dependents()
@@ -102,11 +102,11 @@ def down_of_token_kernel(
             mask=is_rank[:, None, None] & (channel < I)[None, None, :], other=0.0,
         )  # fmt: skip
         products += weight.to(tl.float32) * hidden.to(tl.float32)
-    if MERGED:
-        merged = products.permute(1, 0, 2).reshape(COLUMNS, RANKS * DEPTH)  # one sum over ranks and channels
-        out = tl.sum(merged, 1).to(out_ptr.dtype.element_ty)
+    if EARLY:  # in fewer registers, where a warp has all ranks of its columns
+        out = tl.sum(tl.sum(products, 0), 1)
     else:
-        out = tl.sum(tl.sum(products, 0), 1).to(out_ptr.dtype.element_ty)
+        out = tl.sum(products.permute(1, 0, 2).reshape(COLUMNS, RANKS * DEPTH), 1)
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=column < D)
     if RAISES_FLAGS:
         raise_words(flags_ptr, 0, tl.where(column < D, out, 0.0))
