@@ -31,6 +31,7 @@ from torch import Tensor
 from workbench import taps
 from workbench.kernels import triton_runs
 from workbench.kernels.gated_delta_rule import library_form, spec
+from workbench.kernels.gated_delta_rule.triton_chunk_stages import NOTHING, Watch
 from workbench.kernels.registry import Call
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
@@ -295,19 +296,25 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, policy: NumericsPolicy, tap: Tap | None = None, flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `spec` for shapes. Emits the final state to `tap`, and raises the words of state and output in `flags`."""
+    """See `spec` for shapes. Emits the stages of `torch_chunk` to `tap` (see `triton_chunk_stages`), and raises the
+    words of state and output in `flags`."""
+    watch = None if tap is None else Watch(tap)
     out, state = launched(
         q, k, v, log_decay=spec.limited_gates(log_decay, policy, spec.phase_of(q.shape[1])), beta=beta,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, flags=flags,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, policy=policy, flags=flags, watch=watch,
     )  # fmt: skip
-    return library_form.finished(out, state, policy, tap, like=v)
+    if watch is not None:
+        bounds = spec.sequence_bounds(*q.shape[:2], cu_seqlens)
+        state = watch.show(readable(k, v.dtype), v, beta, bounds, state)
+    return library_form.finished(out, state, policy, None, like=v)
 
 
 def launched(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, policy: NumericsPolicy, plan: Plan | None = None, flags: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`run` with gates as they are, by a given plan or the chosen one."""
+    """`run` with gates as they are, by a given plan or the chosen one; `watch` keeps the stages of a debug build."""
     from workbench.kernels.gated_delta_rule import triton_chunk_kernels as kernels
 
     dtype, device = v.dtype, v.device
@@ -348,15 +355,18 @@ def launched(
         **of_all, "GROUP": heads // shapes.key_heads, "K": key_dim, "BK": padded(key_dim), "DOT": products,
     }  # fmt: skip
 
+    seen = NOTHING if watch is None else watch.seen
+    squares, inverses = (None, None) if watch is None else watch.for_systems(cumsum)
+    scanned = None if watch is None else watch.for_scan(key_dim, value_dim, blocks)
     row_chunks = 0 if shapes.bounds is not None else -(-shapes.tokens // chunk)
     kernels.gates[count, -(-heads // at_once)](
         log_decay, layout.chunks, cumsum, factors, row_chunks, shapes.tokens, *log_decay.stride(),
         HEADS=at_once, WIDE_SUM=policy.cumsum == "float64", **of_all, num_warps=8,
     )  # fmt: skip
     kernels.systems[heads, count](
-        q, k, beta, layout.chunks, cumsum, square_tiles, row_chunks, shapes.tokens,
+        q, k, beta, layout.chunks, cumsum, square_tiles, squares, inverses, row_chunks, shapes.tokens,
         *q.stride()[:3], *k.stride()[:3], *beta.stride(),
-        LEAVES=leaves, PRECISION=inverse, IS_BULK=by_copy_engine, **of_products,
+        LEAVES=leaves, PRECISION=inverse, IS_BULK=by_copy_engine, SEEN=seen, **of_products,
         num_warps=plan.system_warps, num_stages=1, maxnreg=plan.system_registers, launch_pdl=chained,
     )  # fmt: skip
 
@@ -371,10 +381,11 @@ def launched(
             read, written = (q, k, v, system, factors), out
         kernels.scan[blocks, heads, table.shape[0]](
             *read, factors, table, state if entering is None else entering, ends, transitions, written, state,
-            layout.chunks if flags is None else flags,
+            layout.chunks if flags is None else flags, scanned, count * heads,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             W=value_dim, BV=block, STAGES=stages, HAS_INITIAL=entering is not None, IS_AHEAD=is_ahead,
-            IS_BULK=by_copy_engine and not is_tail, HAS_FLAGS=flags is not None and not is_ahead, **of_products,
+            IS_BULK=by_copy_engine and not is_tail, HAS_FLAGS=flags is not None and not is_ahead,
+            SEEN=NOTHING if is_ahead else seen, **of_products,
             num_warps=plan.warps, num_stages=stages, launch_pdl=chained,
         )  # fmt: skip
 

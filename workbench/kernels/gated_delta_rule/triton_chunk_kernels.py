@@ -20,6 +20,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workbench.kernels import flags_kernels, triton_runs
+from workbench.kernels.gated_delta_rule import triton_chunk_stages
+from workbench.kernels.gated_delta_rule.triton_chunk_stages_kernels import show
 
 #: Rows of the diagonal blocks that are inverted in one batch, before they are merged in the whole matrix.
 LEAF = tl.constexpr(16)
@@ -28,6 +30,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK_COLUMNS, SEGMENT_COLUMNS = tl.constexpr(3), tl.constexpr(9)
 
 INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
+#: What SEEN says: see `triton_chunk_stages`.
+TENSORS, RANGES = tl.constexpr(triton_chunk_stages.TENSORS), tl.constexpr(triton_chunk_stages.RANGES)
+NUMBERS = tl.constexpr(triton_chunk_stages.NUMBERS)
 
 
 @triton.jit
@@ -131,15 +136,17 @@ def gates(
 
 @triton.jit(do_not_specialize=["chunks_of_row", "tokens"])
 def systems(
-    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, chunks_of_row, tokens,
+    q_ptr, k_ptr, beta_ptr, chunks_ptr, cumsum_ptr, system_ptr, seen_ptr, inverse_ptr, chunks_of_row, tokens,
     q_batch, q_token, q_head, k_batch, k_token, k_head, beta_batch, beta_token, beta_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     LEAVES: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, IS_BULK: tl.constexpr, CHAINED: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """E and R [N, V, 2, C, C] in the dtype of q; a program is (value head, chunk).
 
     Rows past the end of a sequence have keys, queries and beta of zero: they write nothing. All loads are issued before
-    the first product: the copy engine, which is waited for load by load, is slower here.
+    the first product: the copy engine, which is waited for load by load, is slower here. SEEN: debug build, see
+    `triton_chunk_stages.Watch.for_systems` for what goes to `seen` and `inverse`.
     """
     head, chunk = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
@@ -164,10 +171,21 @@ def systems(
     to_end = tl.exp2((tl.load(cumsum + C - 1) - total) + (tl.load(cumsum + 2 * C - 1) - rest))  # [C, 1]
     decay = tl.exp2(tl.where(i >= j, difference, float("-inf")))
     score = product(q, tl.trans(k), DOT) * decay
+    if SEEN:
+        each: tl.constexpr = C * C if SEEN == TENSORS else NUMBERS
+        seen, apart = seen_ptr + place * each, tl.num_programs(1).to(tl.int64) * V * each
+        entry, is_in = i * C + j, i + j >= 0
+        show(seen, entry, decay, is_in, SEEN)
+        show(seen + 3 * apart, entry, score, is_in, SEEN)
     if PRECISION == "float16":
         score = score.to(tl.float16)  # half the registers until it is needed
     lower = tl.where(i > j, product(k, tl.trans(k), DOT) * decay * beta_here, 0.0)
-    system = unit_lower_inverse(lower, C, LEAVES, PRECISION) * beta_there
+    inverse = unit_lower_inverse(lower, C, LEAVES, PRECISION)
+    if SEEN:
+        show(seen + apart, entry, lower, is_in, SEEN)
+        show(seen + 2 * apart, entry, inverse, is_in, SEEN)
+        tl.store(inverse_ptr + place * C * C + entry, inverse)
+    system = inverse * beta_there
     readout = product(score, system, PRECISION)
     system = system * to_end
     if IS_BULK:
@@ -208,11 +226,12 @@ def smaller(a, b):
 @triton.jit
 def scan(
     q_ptr, k_ptr, v_ptr, system_ptr, factor_ptr, decay_ptr, segments_ptr, initial_ptr, ends_ptr,
-    transition_ptr, out_ptr, state_ptr, words_ptr,
+    transition_ptr, out_ptr, state_ptr, words_ptr, seen_ptr, places,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     V: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, HAS_INITIAL: tl.constexpr, IS_AHEAD: tl.constexpr,
     IS_BULK: tl.constexpr, HAS_FLAGS: tl.constexpr, CHAINED: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """One segment of one value head, BV value channels of it: chunk after chunk, the state in registers, transposed.
 
@@ -223,7 +242,8 @@ def scan(
     segment but the first of a sequence from `ends`. True writes, before that state is known, what it needs: the state
     at the end of the segment if it began from nothing, the first of a sequence from its own, into ends [M, V, K, W];
     and in further programs, with v = 0 and a state of I, the transition [M, V, K, K] of the state over the segment.
-    HAS_FLAGS raises the words (`tracing.flags`) of the state, row 0, and of `out`, row 1.
+    HAS_FLAGS raises the words (`tracing.flags`) of the state, row 0, and of `out`, row 1. SEEN: debug build, see
+    `triton_chunk_stages.Watch.for_scan` for what goes to `seen`; `places` is N V.
     """
     block, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     here = segments_ptr + segment * SEGMENT_COLUMNS
@@ -258,6 +278,7 @@ def scan(
     column = block * BV + tl.arange(0, BV)
     is_column = column < width
     in_state = is_column[:, None] & is_channel[None, :]
+    in_chunk = is_column[:, None] & (row < C)[None, :]
     place_in_state = channel[None, :] * width + column[:, None]
 
     if CHAINED:
@@ -314,6 +335,11 @@ def scan(
                     q_rows + token * q_token + (row[:, None] * q_token + channel[None, :]), mask=is_key, other=0.0
                 )  # fmt: skip
             inter = product(narrow, tl.trans(q), DOT) * power[:, None] * since_start[None, :]
+            if SEEN == TENSORS:
+                show(seen_ptr + place * C * W, row[None, :] * W + column[:, None], inter, in_chunk, SEEN)
+            if SEEN == RANGES:
+                seen = seen_ptr + (place * tl.num_programs(0) + block) * NUMBERS
+                show(seen, row[None, :], inter, in_chunk, SEEN)
             written, intra = tl.split(tl.permute(tl.reshape(written, [BV, 2, C]), [0, 2, 1]))
             wide = inter + intra
             if HAS_FLAGS:
@@ -329,6 +355,11 @@ def scan(
                 )
         written, size = narrowed(written, dtype)
         state = state * over_chunk + product(written, k, DOT) * size[:, None]
+        if SEEN == TENSORS:
+            show(seen_ptr + places * C * W + place * K * W, place_in_state, state, in_state, SEEN)
+        if SEEN == RANGES:
+            seen = seen_ptr + ((places + place) * tl.num_programs(0) + block) * NUMBERS
+            show(seen, place_in_state, state, in_state, SEEN)
     if IS_AHEAD:
         if is_transition:
             tl.store(transition_ptr + (number * V + head) * K * K + place_in_state, state, mask=in_state)
