@@ -1,10 +1,10 @@
-"""Grouped products in Triton over the pairs sorted by expert, for many tokens: SwiGLU in the epilogue of the first, the
-weights of the router in that of the second, then one sum over the experts of each token.
+"""Grouped products in Triton over the pairs sorted by expert, for many tokens: SwiGLU in the epilogue of the first,
+then a weighted sum over the experts of each token.
 
 Every tile of rows belongs to one expert, so all experts are two launches. The first product gathers the rows of its
-tokens while it runs, so no sorted copy of the inputs is made; the second writes each pair to its own row, and a third
-kernel adds the rows of a token in rank order: no atomics, the same result every time. Matrices are read by hardware
-copies of whole tiles (tensor descriptors, compute capability 9.0 and newer) where their rows are whole multiples of
+tokens while it runs, so no sorted copy of the inputs is made; the second writes the row of each pair, and a third
+kernel adds those of a token in rank order: no atomics, the same result every time. Matrices are read, and whole tiles
+written, by hardware copies (tensor descriptors, compute capability 9.0 and newer) where rows are whole multiples of
 16 bytes, by pointers elsewhere. No host sync.
 """
 
@@ -69,16 +69,16 @@ def run(
         )  # fmt: skip
     with (
         chain.workspace.take("experts.gate_up", (experts.numel(), gate_up.shape[1] // 2), x.dtype) as hidden,
-        chain.workspace.take("experts.down", (experts.numel(), x.shape[1]), x.dtype) as of_pairs,
+        chain.workspace.take("experts.down", (experts.numel(), x.shape[1]), x.dtype) as of_rows,
     ):
-        return _launch(x, weights, experts, gate_up, down, chain, flags, hidden, of_pairs)
+        return _launch(x, weights, experts, gate_up, down, chain, flags, hidden, of_rows)
 
 
 def _launch(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, chain: Chain, flags: Tensor | None,
-    hidden: Tensor, of_pairs: Tensor,
+    hidden: Tensor, of_rows: Tensor,
 ) -> Tensor:  # fmt: skip
-    """hidden [P, I] and of_pairs [P, D] are scratch."""
+    """hidden [P, I] and of_rows [P, D] are scratch."""
     from triton import cdiv, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -87,7 +87,7 @@ def _launch(
     count, width, top_k = gate_up.shape[0], down.shape[2], experts.shape[1]
     tokens, features = x.shape
     x, gate_up, down = row_major(x), row_major(gate_up), row_major(down)
-    by_descriptor = has_descriptors(gate_up, down, hidden)
+    by_descriptor = has_descriptors(gate_up, down, hidden, of_rows)
     settings = kernels.settings(experts.numel() / count, x.dtype, by_descriptor)
     plan = chain.align(experts, count, 1)
 
@@ -100,32 +100,30 @@ def _launch(
 
     def launch(product: kernels.Product, columns: int) -> tuple[tuple[int], dict[str, int | bool]]:
         """The number of programs and the constants of a product."""
-        at_a_time = kernels.multiprocessors(x.device) if product.is_persistent else kernels.ONE_EACH
-        return (min(most * cdiv(columns, product.columns), at_a_time),), {
-            "ROWS": settings.rows, "COLUMNS": product.columns, "DEPTH": product.depth, "BY_DESCRIPTOR": by_descriptor,
-            "PROGRAMS": at_a_time, "FLATTEN": product.is_persistent, "num_warps": product.warps,
+        return (most * cdiv(columns, product.columns),), {
+            "D": features, "WIDTH": width, "ROWS": settings.rows, "TAIL": product.tail, "COLUMNS": product.columns,
+            "DEPTH": product.depth, "BY_DESCRIPTOR": by_descriptor, "num_warps": product.warps,
             "num_stages": product.stages,
         }  # fmt: skip
 
     first, second = settings.gate_up, settings.down
-    of_gate_up, of_down, of_hidden = gate_up, down, hidden
+    of_gate_up, of_down, of_hidden, of_tail, whole = gate_up, down, hidden, hidden, of_rows
     if by_descriptor:
         of_gate_up = TensorDescriptor.from_tensor(
             gate_up.view(count, 2, width, features), [1, 2, first.columns, first.depth]
         )
         of_down = TensorDescriptor.from_tensor(down.view(count * features, width), [second.columns, second.depth])
         of_hidden = TensorDescriptor.from_tensor(hidden, [settings.rows, second.depth])
+        of_tail = TensorDescriptor.from_tensor(hidden, [second.tail or settings.rows, second.depth])
+        whole = TensorDescriptor.from_tensor(of_rows, [settings.rows, second.columns])
     programs, constants = launch(first, width)
-    kernels.gate_up_kernel[programs](
-        x, plan.rows, tiles, used, of_gate_up, hidden, D=features, WIDTH=width, A=top_k, TAIL=first.tail, **constants
-    )
+    kernels.gate_up_kernel[programs](x, plan.rows, tiles, used, of_gate_up, hidden, A=top_k, **constants)
     programs, constants = launch(second, features)
-    kernels.down_kernel[programs](
-        of_hidden, plan.rows, tiles, used, of_down, row_major(weights), of_pairs, D=features, WIDTH=width, **constants
-    )
+    kernels.down_kernel[programs](of_hidden, of_tail, tiles, used, of_down, of_rows, whole, **constants)
     out = torch.empty_like(x)
     columns = min(kernels.SUM_COLUMNS, next_power_of_2(features))
     kernels.sum_kernel[(tokens, cdiv(features, columns))](
-        of_pairs, out, flags, D=features, A=top_k, COLUMNS=columns, num_warps=kernels.SUM_WARPS
-    )
+        of_rows, plan.position, row_major(weights), out, flags, D=features, A=top_k, COLUMNS=columns,
+        num_warps=kernels.SUM_WARPS,
+    )  # fmt: skip
     return out

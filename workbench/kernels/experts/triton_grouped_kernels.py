@@ -7,7 +7,6 @@ of its steps along the inner axis, powers of two of at least 16.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,24 +20,17 @@ INTERPRETED = tl.constexpr(triton_runs.is_interpreted())
 
 #: Columns and warps of a program of `sum_kernel`.
 SUM_COLUMNS, SUM_WARPS = 2048, 8
-#: The step from tile to tile where each has a program of its own: beyond them all, and a constant of the kernel.
-ONE_EACH = 1 << 30
 
 
 class Product(NamedTuple):
-    """How a grouped product is computed.
-
-    `tail` is a smaller number of rows of a tile, for the last rows of an expert where they are no more; 0 is none.
-    With `is_persistent` one program runs on each multiprocessor and takes one tile after another, so that the loads of
-    the next one begin under the end of the last; it excludes a tail.
-    """
+    """How a grouped product is computed. `tail` is a smaller number of rows of a tile, for the last rows of an expert
+    where they are no more; 0 is none."""
 
     columns: int
     depth: int
     warps: int
     stages: int
     tail: int = 0
-    is_persistent: bool = False
 
 
 class Settings(NamedTuple):
@@ -52,7 +44,7 @@ class Settings(NamedTuple):
 def settings(rows_per_expert: float, dtype: torch.dtype, by_descriptor: bool) -> Settings:
     """The quickest on an H200 for 256 experts of 2048 x 512 by their mean number of rows.
 
-    Of 128 x 256 values a tile reads least for its products (what bounds smaller ones is the second-level cache), as
+    A tile of 128 x 256 values reads least for its products (what bounds smaller ones is the second-level cache), as
     long as its rows are those of one expert; below, rows computed in vain cost more.
     """
     if dtype == torch.float32:
@@ -63,15 +55,9 @@ def settings(rows_per_expert: float, dtype: torch.dtype, by_descriptor: bool) ->
         return Settings(16, Product(64, 128, 4, 4), Product(128, 128, 4, 4))
     if rows_per_expert <= 24:
         return Settings(32, Product(64, 128, 4, 3), Product(128, 128, 4, 3))
-    if rows_per_expert <= 80:
+    if rows_per_expert <= 48:
         return Settings(64, Product(128, 64, 4, 4), Product(128, 64, 4, 4))
-    return Settings(128, Product(128, 64, 8, 4, tail=64), Product(256, 64, 8, 4, is_persistent=True))
-
-
-@lru_cache(maxsize=32)
-def multiprocessors(device: torch.device) -> int:
-    """Of a CPU, where programs run one after another, 1."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Settings(128, Product(128, 64, 8, 4, tail=64), Product(128, 64, 4, 3, tail=64))
 
 
 @triton.jit
@@ -147,94 +133,130 @@ def gate_up_tile(
 def gate_up_kernel(
     x_ptr, rows_ptr, tiles_ptr, count_ptr, weight, hidden_ptr,
     D: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr,
-    ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = silu(gate[e] x_t) * (up[e] x_t) for the rows r of expert e, t the token of row r.
 
     x [tokens, D]; rows [P] int64, the pair of each row; weight [E, 2 I, D], or a descriptor of it as [E, 2, I, D] with
-    blocks [1, 2, COLUMNS, DEPTH]; hidden [P, I].
+    blocks [1, 2, COLUMNS, DEPTH]; hidden [P, I]. grid (tiles at most times tiles of columns).
     """
     tile_columns: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    total = tl.load(count_ptr) * tile_columns
-    for work in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
-        tile = tiles_ptr + (work // tile_columns) * 4
+    index = tl.program_id(0) // tile_columns
+    column = (tl.program_id(0) % tile_columns) * COLUMNS
+    if index < tl.load(count_ptr):
+        tile = tiles_ptr + index * 4
         expert = tl.load(tile)
         first = tl.load(tile + 1)
         end = tl.load(tile + 2)
-        column = (work % tile_columns) * COLUMNS
-        if TAIL == 0:
-            gate_up_tile(
-                x_ptr, rows_ptr, weight, hidden_ptr, expert, first, end, column,
-                D, WIDTH, A, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR,
-            )  # fmt: skip
-        elif end - first > TAIL:
-            gate_up_tile(
-                x_ptr, rows_ptr, weight, hidden_ptr, expert, first, end, column,
-                D, WIDTH, A, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR,
-            )  # fmt: skip
+        if TAIL > 0:
+            if end - first > TAIL:
+                gate_up_tile(
+                    x_ptr, rows_ptr, weight, hidden_ptr, expert, first, end, column,
+                    D, WIDTH, A, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR,
+                )  # fmt: skip
+            else:
+                gate_up_tile(
+                    x_ptr, rows_ptr, weight, hidden_ptr, expert, first, end, column,
+                    D, WIDTH, A, TAIL, COLUMNS, DEPTH, BY_DESCRIPTOR,
+                )  # fmt: skip
         else:
             gate_up_tile(
                 x_ptr, rows_ptr, weight, hidden_ptr, expert, first, end, column,
-                D, WIDTH, A, TAIL, COLUMNS, DEPTH, BY_DESCRIPTOR,
+                D, WIDTH, A, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR,
             )  # fmt: skip
 
 
 @triton.jit
-def down_kernel(
-    hidden, rows_ptr, tiles_ptr, count_ptr, weight, weights_ptr, out_ptr,
+def down_tile(
+    hidden, weight, out_ptr, whole_out, expert, first, end, column,
     D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    IS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = weights[p] * down[e] hidden[r] for the rows r of expert e, p the pair of row r.
+    """ROWS x COLUMNS of `down_kernel`, from row `first` on and from `column` on."""
+    row = first + tl.arange(0, ROWS)
+    is_row = row < end
+    columns = column + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    if not BY_DESCRIPTOR:
+        hidden_place = hidden + row.to(tl.int64)[:, None] * WIDTH + depth[None, :]
+        place = weight + expert.to(tl.int64) * (D * WIDTH) + columns[:, None] * WIDTH + depth[None, :]
+    out = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, WIDTH, DEPTH):
+        if BY_DESCRIPTOR:  # rows after the expert's own are those of the next one: computed, not stored
+            h = hidden.load([first, k])
+            w = weight.load([expert * D + column, k])
+        else:
+            is_depth = (k + depth < WIDTH)[None, :]
+            h = tl.load(hidden_place + k, mask=is_row[:, None] & is_depth, other=0.0)
+            w = tl.load(place + k, mask=(columns < D)[:, None] & is_depth, other=0.0)
+        out = add_product(h, w, out)
+    value = out.to(out_ptr.dtype.element_ty)
+    out_place = out_ptr + row.to(tl.int64)[:, None] * D + columns[None, :]
+    mask = is_row[:, None] & (columns < D)[None, :]
+    if BY_DESCRIPTOR and not IS_TAIL:
+        if first + ROWS <= end:
+            whole_out.store([first, column], value)
+        else:
+            tl.store(out_place, value, mask=mask)
+    else:
+        tl.store(out_place, value, mask=mask)
 
-    hidden [P, I] and weight [E, D, I], or descriptors of them as [P, I] with blocks [ROWS, DEPTH] and as [E D, I] with
-    blocks [COLUMNS, DEPTH]; weights [P]; out [P, D] in the order of the pairs. A tile is ROWS x COLUMNS of out.
+
+@triton.jit
+def down_kernel(
+    hidden, tail_of_hidden, tiles_ptr, count_ptr, weight, out_ptr, whole_out,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """out[r] = down[e] hidden[r] for the rows r of expert e.
+
+    hidden [P, I], weight [E, D, I] and out [P, D]. With descriptors, `hidden` and `tail_of_hidden` are those of hidden
+    with blocks [ROWS, DEPTH] and [TAIL, DEPTH], `weight` that of the weight as [E D, I] with blocks [COLUMNS, DEPTH],
+    and `whole_out` that of out with blocks [ROWS, COLUMNS]. grid (tiles at most times tiles of columns).
     """
     tile_columns: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    total = tl.load(count_ptr) * tile_columns
-    for work in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
-        tile = tiles_ptr + (work // tile_columns) * 4
+    index = tl.program_id(0) // tile_columns
+    column = (tl.program_id(0) % tile_columns) * COLUMNS
+    if index < tl.load(count_ptr):
+        tile = tiles_ptr + index * 4
         expert = tl.load(tile)
         first = tl.load(tile + 1)
-        row = first + tl.arange(0, ROWS)
-        is_row = row < tl.load(tile + 2)
-        column = (work % tile_columns) * COLUMNS
-        columns = column + tl.arange(0, COLUMNS)
-        depth = tl.arange(0, DEPTH)
-        if not BY_DESCRIPTOR:
-            hidden_place = hidden + row.to(tl.int64)[:, None] * WIDTH + depth[None, :]
-            place = weight + expert.to(tl.int64) * (D * WIDTH) + columns[:, None] * WIDTH + depth[None, :]
-        out = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in range(0, WIDTH, DEPTH):
-            if BY_DESCRIPTOR:  # rows after the expert's own are those of the next one: computed, not stored
-                h = hidden.load([first, k])
-                w = weight.load([expert * D + column, k])
+        end = tl.load(tile + 2)
+        if TAIL > 0:
+            if end - first > TAIL:
+                down_tile(
+                    hidden, weight, out_ptr, whole_out, expert, first, end, column,
+                    D, WIDTH, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR, False,
+                )  # fmt: skip
             else:
-                is_depth = (k + depth < WIDTH)[None, :]
-                h = tl.load(hidden_place + k, mask=is_row[:, None] & is_depth, other=0.0)
-                w = tl.load(place + k, mask=(columns < D)[:, None] & is_depth, other=0.0)
-            out = add_product(h, w, out)
-        pair = tl.load(rows_ptr + row, mask=is_row, other=0)
-        share = tl.load(weights_ptr + pair, mask=is_row, other=0.0).to(tl.float32)
-        mask = is_row[:, None] & (columns < D)[None, :]
-        value = (out * share[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + pair[:, None] * D + columns[None, :], value, mask=mask)
+                down_tile(
+                    tail_of_hidden, weight, out_ptr, whole_out, expert, first, end, column,
+                    D, WIDTH, TAIL, COLUMNS, DEPTH, BY_DESCRIPTOR, True,
+                )  # fmt: skip
+        else:
+            down_tile(
+                hidden, weight, out_ptr, whole_out, expert, first, end, column,
+                D, WIDTH, ROWS, COLUMNS, DEPTH, BY_DESCRIPTOR, False,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["flags"])
-def sum_kernel(pairs_ptr, out_ptr, flags, D: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr):
-    """out[t] = sum_a pairs[t, a], in the order of the ranks. grid (tokens, tiles of columns).
+def sum_kernel(
+    rows_ptr, position_ptr, weights_ptr, out_ptr, flags, D: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out[t] = sum_a weights[t, a] rows[position[t, a]], in the order of the ranks. grid (tokens, tiles of columns).
 
-    pairs [tokens, A, D]; out [tokens, D]; flags int32 [1, 2] or None.
+    rows [P, D]; position [tokens, A] int64; weights [tokens, A]; out [tokens, D]; flags int32 [1, 2] or None.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < D
     total = tl.zeros([COLUMNS], tl.float32)
     for rank in tl.static_range(A):
-        total += tl.load(pairs_ptr + (token * A + rank) * D + column, mask=is_column, other=0.0).to(tl.float32)
+        row = tl.load(position_ptr + token * A + rank)
+        share = tl.load(weights_ptr + token * A + rank).to(tl.float32)
+        total += share * tl.load(rows_ptr + row * D + column, mask=is_column, other=0.0).to(tl.float32)
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * D + column, out, mask=is_column)
     if flags is not None:
