@@ -138,8 +138,8 @@ def packed_decode_kernel(
             # Every thread has read: its values of q and k went through shared memory to the others just above.
             tl.debug_barrier()
             if GROUP > 1:
-                # Releases those reads and acquires those of the others. Relaxed it is 3 us quicker for 64 sequences; a relaxed
-                # count before the reads were used was seen to let a window be written too early.
+                # Releases those reads and acquires those of the others. Relaxed is 3 us quicker for 64 sequences, but
+                # a relaxed count before the reads were used was seen to let a window be written too early.
                 is_last = tl.atomic_add(arrivals + slot * H + key_head, 1, sem="acq_rel") == GROUP - 1
         keep_inputs(v_inputs, new_window, of_v, has_column, CHANNELS)
         if is_last:
