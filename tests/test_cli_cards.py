@@ -63,7 +63,7 @@ def test_every_option_for_json_is_covered():
         name for name, command in commands.choices.items()
         for action in command._actions if "--json" in action.option_strings and action.metavar == "FILE|-"
     }  # fmt: skip
-    assert has == {*WITH_JSON, "probe"}
+    assert has == {*WITH_JSON, "probe", "bench"}
 
 
 @pytest.mark.parametrize("command", WITH_JSON)

@@ -80,8 +80,8 @@ class RecordingKernels(Kernels):
         super().__init__()
         self.chosen: list[Tensor] = []
 
-    def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        weights, experts = super().routing(logits, top_k=top_k, normalise=normalise)
+    def routing(self, logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        weights, experts = super().routing(logits, **settings)
         self.chosen.append(experts)
         return weights, experts
 

@@ -241,13 +241,15 @@ class WatchKernels:
         self._watch.routes.append(experts)
         return weights, experts
 
-    def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, **settings: Any
+    ) -> Tensor:
         name = self._experts.get(gate_up.data_ptr())
         layer, _ = taps.split_name(name) if name is not None else (None, "")
         if layer is not None:
             with outside():
                 see_experts(self._watch, name, layer, x, experts, gate_up, down)
-        return self._kernels.experts(x, weights, experts, gate_up, down)
+        return self._kernels.experts(x, weights, experts, gate_up, down, **settings)
 
 
 def see_experts(
@@ -309,8 +311,8 @@ class RoutedKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def routing(self, logits: Tensor, *, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        weights, _ = self._kernels.routing(logits, top_k=top_k, normalise=normalise)
+    def routing(self, logits: Tensor, *, normalise: bool, **settings: Any) -> tuple[Tensor, Tensor]:
+        weights, _ = self._kernels.routing(logits, normalise=normalise, **settings)
         experts = next(self._routes)
         dtype = self._kernels.router_dtype or torch.promote_types(logits.dtype, torch.float32)
         with outside():
@@ -377,7 +379,9 @@ class RoundingKernels:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._round(self._kernels.linear(self._round(x), weight))
 
-    def experts(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, watch: Any = None
+    ) -> Tensor:  # no kernel runs here that could raise flags for `watch`: it reads the result itself
         x, out, width = self._round(x), torch.zeros_like(x), gate_up.shape[1] // 2
         for expert in experts.unique().tolist():
             token, rank = (experts == expert).nonzero(as_tuple=True)

@@ -42,6 +42,8 @@ ROUNDS_INSIDE = True
 FLAGS = (taps.GDN_STATE, taps.GDN_OUT)
 MOST_HEAD_SIZE = 256
 CHUNKS = (16, 32, 64, 128)
+#: Rows of the smallest tiles that the copy engine moves; with those of 16 an H200 reports a misaligned address.
+LEAST_BULK_CHUNK = 32
 #: How products of fp32 are taken: three products of TF32 parts, as accurate as one of fp32.
 FP32_PRODUCTS = "tf32x3"
 #: The same of the products that form the inverse, for narrower inputs.
@@ -407,6 +409,7 @@ def is_bulk(plan: Plan, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor) -> bool
     """Whether the copy engine can move the tiles of a call: whole tiles, from addresses and in steps of 16 bytes."""
     return (
         plan.bulk
+        and shapes.chunk >= LEAST_BULK_CHUNK
         and (triton_runs.is_chained(v.device) or v.device.type == "cpu")  # from the same capability on
         and shapes.value_dim % min(plan.block, padded(shapes.value_dim)) == 0
         and shapes.key_dim == padded(shapes.key_dim)
