@@ -26,7 +26,7 @@ LIMIT = 1e-5
 EXPERTS, TOP_K, HIDDEN, WIDTH = 32, 4, 48, 16
 #: Those that this machine can run in float32, which libraries of other machines cannot.
 BACKENDS = {
-    op: [name for name, backend in OPERATIONS[op].backends.items() if backend.requires.refusal(call) is None]
+    op: [name for name, backend in OPERATIONS[op].backends.items() if backend.refusal(call) is None]
     for op, call in (
         (op, Call(op, "cpu", torch.int64 if op == "alignment" else torch.float32, 40, False, False, NumericsPolicy()))
         for op in ("experts", "alignment", "routing")
