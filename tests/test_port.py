@@ -126,7 +126,7 @@ def test_a_dtype_that_the_card_computes_elsewhere_costs_what_it_costs_there(conf
 def test_a_vendors_library_is_not_expected_on_another_vendors_card(config):
     rows = by_op(port_board(config, H200, dtype="float16"))
     assert "Iluvatar's cards alone" in dict(rows["experts"].libraries)["ixformer"]
-    assert rows["gated_delta_rule"].state == UNPROVEN and rows["gated_delta_rule"].backend == "fla"
+    assert rows["gated_delta_rule"].state == UNPROVEN and rows["gated_delta_rule"].backend == "cuda_chunk"
 
 
 @pytest.fixture

@@ -153,7 +153,10 @@ class Faulty:
 
     def __getattr__(self, name: str):
         if name in self._replaced:
-            return lambda *args, **named: self._replaced[name](getattr(self._kernels, name), *args, **named)
+            def replaced(*args, watch=None, **named):  # what takes the place of an op raises no flags
+                return self._replaced[name](getattr(self._kernels, name), *args, **named)
+
+            return replaced
         return getattr(self._kernels, name)
 
 
