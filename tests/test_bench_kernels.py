@@ -28,6 +28,15 @@ SHAPE = shape_named("miniature")
 LIMITS = Limits(1e10, {"float32": 1e11})
 
 
+@pytest.fixture(autouse=True)
+def _same_operations():
+    """What a test or a benchmark registers is gone after it: other tests count the backends."""
+    before = dict(OPERATIONS)
+    yield
+    OPERATIONS.clear()
+    OPERATIONS.update(before)
+
+
 def measured(op: str, tokens: str, sides: list[Side], **options: object) -> measure.Measured:
     case = case_of(op, SHAPE, parse_tokens(tokens), torch.float32)
     return measure.measure(case, sides, device="cpu", limits=LIMITS, **({"seed": 1, "rounds": 2} | options))
