@@ -20,8 +20,6 @@ PATTERNS = (
     "overflow_cast", "checked_allocator", "deterministic reduce", "short-circuit all_of", "sync_handler",
     "shared-memory padding",
 )  # fmt: skip
-#: Patterns of GPU kernels that the project does not have yet.
-NOT_YET = {"shared-memory padding": "comes with the CUDA kernels; not here yet"}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +57,6 @@ def test_all_seventeen_patterns_have_one_row_of_three_cells(table):
 def test_the_place_named_exists_and_holds_what_is_named(pattern, table):
     here = table[pattern][1]
     places = re.findall(r"\[`([\w/.]+)`\]\(\.\./([\w/.]+)\): ((?:`\w+`(?:, )?)+)", here)
-    if pattern in NOT_YET:
-        assert here == NOT_YET[pattern]
-        return
     assert places and here.count("](") == len(places)
     for shown, link, names in places:
         file = ROOT / link
@@ -73,7 +68,7 @@ def test_the_place_named_exists_and_holds_what_is_named(pattern, table):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_gain_has_a_figure_and_no_gain_a_reason(pattern, script, table):
     gain = table[pattern][2]
-    assert re.search(r"\[\d+\]", gain) or pattern in NOT_YET
+    assert re.search(r"\[\d+\]", gain)
     for sentence in re.split(r"\. ", gain):
         assert "no gain" not in sentence.lower() or "because" in sentence, sentence
     unsourced = re.findall(r"\d+\.\d+", script.FIGURE.sub("", gain))
