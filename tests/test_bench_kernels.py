@@ -19,7 +19,7 @@ from workbench.bench.shapes import WHOLE, shape_named
 from workbench.bench.suite import Entry, Settings, run_suite
 from workbench.cli import main
 from workbench.errors import BackendError, InputError
-from workbench.kernels import Kernels, registry
+from workbench.kernels import Kernels
 from workbench.kernels.gated_delta_rule.extremes import VALID_EXTREMES
 from workbench.kernels.registry import OPERATIONS, register_backend
 
@@ -40,12 +40,6 @@ def _same_operations():
 def measured(op: str, tokens: str, sides: list[Side], **options: object) -> measure.Measured:
     case = case_of(op, SHAPE, parse_tokens(tokens), torch.float32)
     return measure.measure(case, sides, device="cpu", limits=LIMITS, **({"seed": 1, "rounds": 2} | options))
-
-
-@pytest.fixture
-def operations(monkeypatch):
-    """Backends that a test adds are gone after it."""
-    monkeypatch.setattr(registry, "OPERATIONS", dict(OPERATIONS))
 
 
 # ---- shapes and cases
@@ -174,7 +168,7 @@ def test_the_least_cost_is_that_of_the_bytes_and_products_of_the_model():
 # ---- right or not, and how long
 
 
-def test_a_wrong_backend_has_no_time_and_says_what_is_wrong(operations):
+def test_a_wrong_backend_has_no_time_and_says_what_is_wrong():
     run = OPERATIONS["rms_norm"].backends["torch_rms"].run
     wrong = {
         "off": lambda x, weight, *, eps: 1.001 * run(x, weight, eps=eps),
@@ -190,7 +184,7 @@ def test_a_wrong_backend_has_no_time_and_says_what_is_wrong(operations):
     assert reasons["off_when_large"].startswith("wrong on x times 1000: ")
 
 
-def test_a_backend_that_refuses_or_fails_says_why(operations):
+def test_a_backend_that_refuses_or_fails_says_why():
     def broken(x, weight, *, eps):
         raise RuntimeError("no such kernel image")
 
@@ -204,7 +198,7 @@ def test_a_backend_that_refuses_or_fails_says_why(operations):
     assert found.rows == []
 
 
-def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_no_failure(operations):
+def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_no_failure():
     inner = OPERATIONS["gated_delta_rule"].backends["torch_chunk"]
     register_backend("gated_delta_rule", "factored", inner.run, inner.supports, policy="factored")
     found = measured("gated_delta_rule", "1x130", [Side(label="factored", requested={"gated_delta_rule": "factored"})])
@@ -213,7 +207,7 @@ def test_a_hard_input_that_the_policy_of_a_backend_is_not_right_on_is_told_and_n
     assert all("computes by the policy factored, which is not right on" in why for why in found.not_held.values())
 
 
-def test_what_rounds_inside_may_be_further_off_on_hard_inputs_and_says_by_how_much(operations):
+def test_what_rounds_inside_may_be_further_off_on_hard_inputs_and_says_by_how_much():
     run = OPERATIONS["rms_norm"].backends["torch_rms"].run
 
     def rounds(x, weight, *, eps):
@@ -231,7 +225,7 @@ def test_what_rounds_inside_may_be_further_off_on_hard_inputs_and_says_by_how_mu
     assert found.share <= 1.0
 
 
-def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count(operations):
+def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count():
     inner = OPERATIONS["gated_delta_rule"].backends["torch_chunk"]
     register_backend(
         "gated_delta_rule", "short", inner.run, lambda call: "takes 128 tokens" if call.tokens > 128 else None
@@ -242,7 +236,7 @@ def test_a_hard_input_that_a_backend_refuses_is_told_and_the_others_count(operat
     assert found.not_timed == {} and any(row.backend == "short" and row.unit == "ms" for row in found.rows)
 
 
-def test_inputs_that_a_backend_writes_to_are_its_own(operations):
+def test_inputs_that_a_backend_writes_to_are_its_own():
     inner = OPERATIONS["causal_conv"].backends["torch_shift"]
 
     def writes(x, weight, *, window=None, cu_seqlens=None):
@@ -295,7 +289,7 @@ def test_sides_are_named_by_backend_or_by_several():
     assert labels[0] == "automatic" and "torch_grouped" in labels and "reference" not in labels
 
 
-def test_flags_are_of_backends_that_raise_them(operations):
+def test_flags_are_of_backends_that_raise_them():
     inner = OPERATIONS["causal_conv"].backends["torch_shift"]
 
     def raises(x, weight, *, window=None, cu_seqlens=None, flags=None):
@@ -436,7 +430,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert " s: 2 of 2: rms_norm, miniature, 2x4, float32" in shown.err
 
 
-def test_the_command_ends_with_a_fault_where_a_backend_is_wrong(operations, capsys):
+def test_the_command_ends_with_a_fault_where_a_backend_is_wrong(capsys):
     register_backend("rms_norm", "zeros", lambda x, weight, *, eps: torch.zeros_like(x), lambda call: None)
     options = ["--op", "rms_norm", "--tokens", "1x3", "--rounds", "2", "--device", "cpu"]
     assert main(["bench", *options, "--backend", "torch_rms,zeros"]) == 1

@@ -15,15 +15,6 @@ PROGRAMS = 2048
 
 
 @triton.jit
-def magnitude_bits(x):
-    """x in float32 as (bits of x where it is positive, of -x where it is negative), 0 elsewhere, NaN in both."""
-    signed = x.to(tl.float32).to(tl.int32, bitcast=True)
-    bits = signed & 0x7FFFFFFF
-    is_nan = bits > 0x7F800000
-    return tl.where((signed >= 0) | is_nan, bits, 0), tl.where((signed < 0) | is_nan, bits, 0)
-
-
-@triton.jit
 def words_of(x):
     """The two words of a block x, in the dtype in which it is stored.
 

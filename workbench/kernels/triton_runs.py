@@ -35,6 +35,16 @@ def refusal(call: Call) -> str | None:
 
 
 @functools.cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether tiles can be moved by descriptors: from compute capability 9.0 on, and in the interpreter."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def is_chained(device: torch.device) -> bool:
     """Whether a kernel may be started while the one before it still runs (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and has_copy_engine(device)  # both came with 9.0
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to a power of two, at least the 16 of a side of a product."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -31,12 +31,11 @@ def supports(call: Call) -> str | None:
 
 
 def has_descriptors(*matrices: Tensor) -> bool:
-    """Whether whole tiles of these contiguous matrices can be read by hardware copies."""
-    device = matrices[0].device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return all(
-        x.shape[-1] * x.element_size() % ALIGNED_BYTES == 0 and x.data_ptr() % ALIGNED_BYTES == 0 for x in matrices
+    """Whether whole tiles of these matrices can be moved by hardware copies; what is not row-major will be copied."""
+    return triton_runs.has_copy_engine(matrices[0].device) and all(
+        x.shape[-1] * x.element_size() % ALIGNED_BYTES == 0
+        and (not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES == 0)
+        for x in matrices
     )
 
 
@@ -49,7 +48,7 @@ def path(
         return "no tokens"
     from workbench.kernels.experts.triton_grouped_kernels import settings
 
-    by_descriptor = has_descriptors(row_major(gate_up), row_major(down))
+    by_descriptor = has_descriptors(gate_up, down)
     rows = settings(experts.numel() / gate_up.shape[0], x.dtype, by_descriptor).rows
     return f"tiles of {rows} rows, weights by {'tensor descriptors' if by_descriptor else 'pointers'}"
 

@@ -33,6 +33,7 @@ from workbench.kernels import triton_runs
 from workbench.kernels.gated_delta_rule import library_form, spec
 from workbench.kernels.gated_delta_rule.triton_chunk_stages import NOTHING, Watch
 from workbench.kernels.registry import Call
+from workbench.kernels.triton_runs import padded
 from workbench.numerics import NumericsPolicy
 from workbench.taps import Tap
 
@@ -238,11 +239,6 @@ def _shared_memory(device: torch.device) -> int:
     return (_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232448) - 8192
 
 
-def padded(size: int) -> int:
-    """Channels of a tile: a power of two from 16 on, as tensor cores take them."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """Sizes of a call."""
@@ -410,7 +406,7 @@ def is_bulk(plan: Plan, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor) -> bool
     return (
         plan.bulk
         and shapes.chunk >= LEAST_BULK_CHUNK
-        and (triton_runs.is_chained(v.device) or v.device.type == "cpu")  # from the same capability on
+        and triton_runs.has_copy_engine(v.device)
         and shapes.value_dim % min(plan.block, padded(shapes.value_dim)) == 0
         and shapes.key_dim == padded(shapes.key_dim)
         and all(_in_steps(x, v.dtype) for x in (q, k, v))

@@ -14,7 +14,7 @@ from workbench.kernels.gated_delta_rule import spec, torch_recurrent
 from workbench.kernels.layout import row_major
 from workbench.kernels.registry import Call
 from workbench.kernels.triton_runs import REQUIRES as REQUIRES
-from workbench.kernels.triton_runs import refusal
+from workbench.kernels.triton_runs import padded, refusal
 from workbench.numerics import Clamp, NumericsPolicy
 from workbench.taps import Tap
 
@@ -59,7 +59,7 @@ def limits(clamp: Clamp | None) -> tuple[float, float]:
 
 def block_of(key_dim: int, value_dim: int, most_columns: int | None = None) -> tuple[int, int]:
     """(BK, BW): powers of two that hold a state [K, W], or `most_columns` of its columns."""
-    rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    rows, columns = padded(key_dim), padded(value_dim)
     return rows, columns if most_columns is None else min(columns, most_columns)
 
 
